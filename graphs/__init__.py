@@ -1,0 +1,1 @@
+"""Graphs to try streaming edges on, and the texts their agents read."""

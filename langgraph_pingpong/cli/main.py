@@ -1,0 +1,232 @@
+"""`pingpong run`: a graph by its import string, streamed to the terminal, measured, and compared with itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import uuid4
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
+from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
+from langgraph_pingpong.cli.screen import Screen
+from langgraph_pingpong.config import default_devices
+from langgraph_pingpong.errors import ConfigError, PingPongError
+from langgraph_pingpong.trace import JsonLines
+
+if TYPE_CHECKING:
+    from langgraph_pingpong.chat_model import ChatPingPong
+    from langgraph_pingpong.trace import Sink
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+Overlap = Literal["on", "off"]
+
+_MODEL = "Model and engines"
+
+GraphName = Annotated[
+    str,
+    typer.Argument(
+        metavar="GRAPH", help="module[:attribute] of a function build(model, **options).", show_default=False
+    ),
+]
+InputFile = Annotated[Path | None, typer.Option("--input", help="A text file: the state's 'document'.")]
+Task = Annotated[str | None, typer.Option(help="The state's 'task'.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of build(); may be repeated.")
+]
+OverlapSwitch = Annotated[
+    Overlap | None, typer.Option(help="off: the same program without prefills.", show_default="on")
+]
+Compare = Annotated[bool, typer.Option("--compare", help="Run with overlap off, then on, and compare.")]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write every event to this file, as JSON lines.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="A folder or Hugging Face id; without it a small default model.", rich_help_panel=_MODEL),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="One engine each, like cuda:0,cuda:1; without it two if there are.", rich_help_panel=_MODEL),
+]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_MODEL)]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_MODEL)]
+Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_MODEL)]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens.", rich_help_panel=_MODEL)]
+GpuMemory = Annotated[
+    float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.", rich_help_panel=_MODEL)
+]
+Defer = Annotated[
+    bool,
+    typer.Option("--defer/--no-defer", help="Prefill from the upstream's first token on, or from its start."),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pingpong {version('langgraph-pingpong')}")
+        raise typer.Exit
+
+
+@app.callback()
+def pingpong(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Streaming edges for LangGraph on vLLM: the next agent's prefill overlaps this agent's decode."""
+
+
+@app.command()
+def run(  # noqa: PLR0913 - a parameter for each option
+    graph: GraphName,
+    input_file: InputFile = None,
+    task: Task = None,
+    settings: Settings = None,
+    overlap: OverlapSwitch = None,
+    compare: Compare = False,
+    trace: TraceFile = None,
+    defer: Defer = True,
+    model: ModelName = None,
+    devices: Devices = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    gpu_memory_utilization: GpuMemory = None,
+) -> None:
+    """Run a graph, show what its agents say, and what each turn took.
+
+    With --compare the exit code is 1 if any prompt differs between the runs.
+    """
+    engines = {
+        "model": model,
+        "devices": devices.split(",") if devices else list(default_devices()),
+        "temperature": temperature,
+        "seed": seed,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "defer_downstream": defer,
+    }
+    modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
+    console = Console()
+    with _plain_errors(), ExitStack() as stack:
+        if compare and overlap:
+            raise ConfigError("--compare runs with overlap off and on: leave out --overlap.")
+        given = read_input(input_file, task)
+        build = load_build(graph)
+        options = parse_options(build, settings or [])
+        lines = stack.enter_context(closing(_open_trace(trace))) if trace else None
+        runner = _Runner(stack.enter_context(closing(_make_model(engines))), console, lines)
+        runs = runner.run(lambda copy: build_graph(build, copy, options), given, modes)
+    _report(runs, console, sampled=temperature > 0 and seed is None)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Show errors that say what to change without a traceback; all others keep theirs."""
+    try:
+        yield
+    except PingPongError as error:
+        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted.")
+        raise typer.Exit(130) from None
+
+
+def _make_model(settings: dict[str, Any]) -> ChatPingPong:
+    from langgraph_pingpong.chat_model import ChatPingPong  # takes a second to import, which --help need not wait
+
+    return ChatPingPong(**settings)
+
+
+def _open_trace(path: Path) -> JsonLines:
+    try:
+        return JsonLines(path)
+    except OSError as error:
+        raise ConfigError(f"--trace {path} cannot be written: {error.strerror}.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Runs graphs on the engines of one model, one after the other, each from a cold cache."""
+
+    model: ChatPingPong
+    console: Console
+    lines: JsonLines | None
+
+    def run(self, build: Callable[[ChatPingPong], Any], given: dict[str, str], modes: Sequence[Overlap]) -> list[Run]:
+        """One run for each mode."""
+        # Before the engines start: what is wrong with the graph shows at once.
+        graphs = [build(self.model.model_copy(update={"overlap": mode})) for mode in modes]
+        self._start(", ".join(self.model.devices or ()))
+        return [self._run_once(graph, given, mode) for graph, mode in zip(graphs, modes, strict=True)]
+
+    def _start(self, devices: str) -> None:
+        started = time.monotonic()
+        with self.console.status(f"Starting the engines on {devices} ..."):
+            self.model.start()
+        seconds = time.monotonic() - started
+        self.console.print(f"Engines on {devices} ready after {seconds:.0f} s.\n", highlight=False)
+
+    def _run_once(self, graph: Any, given: dict[str, str], overlap: Overlap) -> Run:
+        self.model.reset_prefix_cache()
+        run, screen = Run(overlap), Screen(self.console, self.model.get_num_tokens)
+        sinks: list[Sink] = [run, screen, *([_naming(overlap, self.lines)] if self.lines else [])]
+        self.console.rule(f"overlap {overlap}", align="left", style="dim")
+        with ExitStack() as stack:
+            for sink in sinks:
+                stack.enter_context(self.model.trace.subscribed(sink))
+            stack.enter_context(screen)
+            run.state, run.e2e_ms = asyncio.run(self._stream(graph, given, screen))
+        run.answers = screen.answers
+        return run
+
+    async def _stream(self, graph: Any, given: dict[str, str], screen: Screen) -> tuple[Any, float]:
+        """Run the graph; returns its final state and the time it took, in ms."""
+        state, started = None, time.monotonic()
+        try:
+            async for namespace, mode, item in graph.astream(
+                given, _new_thread(), stream_mode=["messages", "values"], subgraphs=True
+            ):
+                if mode == "messages":
+                    screen.hear(item[1]["langgraph_node"], item[0])
+                elif not namespace:
+                    state = item
+        except asyncio.CancelledError:
+            # An interrupt cancels this task, but not the threads of sync nodes: their calls end with the engines.
+            await asyncio.to_thread(self.model.close)
+            raise
+        return state, (time.monotonic() - started) * 1000
+
+
+def _naming(overlap: Overlap, sink: Sink) -> Sink:
+    """Makes the runs of a comparison tell apart by their names."""
+    return lambda event: sink(replace(event, run=f"overlap-{overlap}-{event.run}"))
+
+
+def _new_thread() -> dict[str, Any]:
+    """What a graph with a checkpointer asks for."""
+    return {"configurable": {"thread_id": uuid4().hex}}
+
+
+def _report(runs: Sequence[Run], console: Console, sampled: bool) -> None:
+    """The table, and for two runs the verdict, which decides the exit code."""
+    last, verdict = runs[-1], hold_together(*runs) if len(runs) > 1 else None
+    console.print(compare_table(*runs) if verdict else run_table(last))
+    nothing_ahead = last.overlap == "on" and len(last.certificates) > 1 and not last.prefilled
+    remarks = [SINCE, *([NOTHING_AHEAD] if nothing_ahead else []), *(verdict.lines(sampled) if verdict else [])]
+    for line in remarks:
+        console.print(line, highlight=False, soft_wrap=True)
+    if verdict and not verdict.ids_equal:
+        raise typer.Exit(1)

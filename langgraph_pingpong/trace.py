@@ -1,0 +1,86 @@
+"""One stream of events from every layer; it feeds reports, pictures and logs.
+
+Events come in the order they happened. `t` is `time.monotonic()` in seconds, so that differences within one
+process are exact; names follow `x.started / x.complete / x.failed`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at time `t` (s, monotonic) in one run of a graph.
+
+    `run` names the run, `node` the node whose prompt or answer it concerns, `device` where it happened;
+    `data` holds what else is known (token counts, milliseconds).
+    """
+
+    name: str
+    t: float
+    run: str
+    node: str
+    device: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The event as one line of JSON."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+Sink = Callable[[Event], None]
+
+
+class Trace:
+    """Hands events to every subscribed sink, from whatever thread they come."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def emit(self, name: str, *, run: str, node: str, device: str, **data: Any) -> float:
+        """Record an event now and return its time (s, monotonic)."""
+        now = time.monotonic()
+        if self._sinks:
+            event = Event(name, now, run, node, device, data)
+            for sink in tuple(self._sinks):
+                sink(event)
+        return now
+
+    @contextmanager
+    def subscribed(self, sink: Sink) -> Iterator[None]:
+        """Send events to `sink` while the block runs."""
+        self.subscribe(sink)
+        try:
+            yield
+        finally:
+            self._sinks.remove(sink)
+
+    def subscribe(self, sink: Sink) -> None:
+        """Send every event from now on to `sink`; it is called in the thread that emits and must not block."""
+        self._sinks.append(sink)
+
+
+class JsonLines:
+    """A sink that writes one JSON object a line, flushed at once."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._lock = threading.Lock()
+        self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def __call__(self, event: Event) -> None:
+        """Write one event."""
+        with self._lock:
+            self._file.write(event.to_json() + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
