@@ -87,6 +87,9 @@ class _Lazy:
             if self._value is not None:
                 self._value.pool.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
 
 class ChatPingPong(BaseChatModel):
     """A chat model on your own devices whose calls prefill the prompts that follow them in a LangGraph graph.
@@ -319,6 +322,7 @@ class ChatPingPong(BaseChatModel):
         config: RunnableConfig,
     ) -> tuple[Serving, tuple[Call, object]]:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""
+        sampling = self._sampling(stop, kwargs)
         serving = self._serving()
         ids = serving.template.prompt_ids(to_template_messages(messages))
         task = running_task(config)
@@ -327,7 +331,7 @@ class ChatPingPong(BaseChatModel):
         self._check_length(node, len(ids), limit)
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
-        request = Request(ids, {"max_tokens": room, **self._sampling(stop, kwargs)})
+        request = Request(ids, {"max_tokens": room, **sampling})
         if task is None:
             return serving, (Call(node, request), None)
         streams = self.overlap == "on" and len(serving.pool.engines) > 1

@@ -94,4 +94,5 @@ async def in_daemon_thread(work: Callable[[], T], timeout_s: float) -> T:
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=contextvars.Context().run, args=(run,), daemon=True, name="pingpong-plan").start()
-    return await asyncio.wait_for(result, timeout_s)
+    async with asyncio.timeout(timeout_s):
+        return await result

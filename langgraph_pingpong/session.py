@@ -125,6 +125,8 @@ class StreamingEdge:
 
     def feed(self, text: str) -> None:
         """Take more of the upstream's text."""
+        if self._failure is not None:
+            return
         try:
             self.upcoming.prompt.feed(text)
             if self._whole_blocks() > self._sent:
