@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 THREE = ("writer", "critic", "editor")
 TASK = {"task": "Say what a tide pool is."}
-NO_LATER_S = 0.5
-"""How much longer than without edges a run may take, in seconds: far above the noise of a busy machine."""
+NO_LATER_S = 1.5
+"""How much longer than without edges a run may take, in seconds: above a busy machine's noise, below any wait."""
 
 
 INSTANT = {"time_scale": 0.0}
@@ -253,9 +253,7 @@ class TestFaultyPrefill:
         assert record.named("append.started", "critic")
         assert not record.named("append.complete", "critic")
 
-    def test_whose_bookkeeping_raises_changes_nothing(
-        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_whose_bookkeeping_raises_changes_nothing(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session.GrowingPrompt, "feed", lambda self, text: {}["feed"])
         record = self.run(lab, lambda engine: None)
         assert "KeyError" in record.certificate("critic")["fallback"]
@@ -324,9 +322,7 @@ class TestPromptFunctions:
         assert time.monotonic() - started < plain_s + NO_LATER_S
         assert edges_of(record) == ["editor"]
 
-    def test_a_plan_that_takes_too_long_is_given_up(
-        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_plan_that_takes_too_long_is_given_up(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("langgraph_pingpong.planning.PLAN_WITHIN_S", 0.02)
         model = lab.model()
         record = lab.record(model)
@@ -557,6 +553,40 @@ class TestBrokenRuns:
         assert record.certificate("critic")["wasted"] == 0
 
 
+class GivenIds:
+    """A growing prompt whose ids a test decides."""
+
+    static_tokens = 0
+
+    def __init__(self, ids: range) -> None:
+        self.ids = ids
+
+    def feed(self, text: str) -> None:
+        pass
+
+
+class TestClaims:
+    def test_a_call_takes_the_edge_that_foresaw_most_of_it(self, lab: Lab) -> None:
+        model = lab.model()
+
+        async def ask_twice() -> list[session.Certificate]:
+            run = session.Session(model.pool, model.trace, 0)
+            upstream = model.pool.lease(0)
+            for ids in (range(64), range(100, 180)):
+                edge = run.open_edge(session.Upcoming("critic", ("critic",), 2, GivenIds(ids)), "writer", upstream, 1)
+                edge.feed("")
+            await asyncio.sleep(0.05)
+            call = session.Call("critic", Request(tuple(range(100, 200))), ("critic",), 2)
+            certificates = [answer[-1] for _ in range(2) async for answer in run.answer(call) if answer[-1]]
+            upstream.release()
+            return certificates
+
+        certificates = model.pool.loop.run(ask_twice())
+        assert [certificate.streamed for certificate in certificates] == [80, 0]
+        assert [certificate.wasted for certificate in certificates] == [0, 64]
+        assert [certificate.ids_equal for certificate in certificates] == [True, True]
+
+
 class TestFourWays:
     def run(self, graph: Any) -> list[dict[str, Any]]:
         async def asynchronously() -> list[dict[str, Any]]:
@@ -750,10 +780,18 @@ def _without_ids(part: Any) -> Any:
         if len(part) == 1:
             return part
         message, metadata = part
-        return message.content, message.usage_metadata and message.usage_metadata["input_tokens"], metadata["langgraph_node"]
+        return (
+            message.content,
+            message.usage_metadata and message.usage_metadata["input_tokens"],
+            metadata["langgraph_node"],
+        )
     keys = ("type", "step", "payload", "next", "values", "metadata", "name", "input", "result", "error", "triggers")
     if isinstance(part, dict) and "step" in part:
         return {key: _without_ids(part[key]) for key in keys if key in part}
     if isinstance(part, dict):
-        return {key: _without_ids(value) for key, value in part.items() if key not in ("id", "config", "parent_config", "tasks")}
+        return {
+            key: _without_ids(value)
+            for key, value in part.items()
+            if key not in ("id", "config", "parent_config", "tasks")
+        }
     return part
