@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,19 +17,19 @@ from langchain_core.language_models.chat_models import agenerate_from_stream, ge
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
+from langchain_core.runnables import RunnableBinding, RunnableConfig
 from langchain_core.runnables.config import ensure_config
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from langgraph_pingpong.config import parse_devices, refuse_unknown
-from langgraph_pingpong.edges import running_task
+from langgraph_pingpong.edges import REHEARSAL, Rehearsal, running_task
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import PromptTooLong
-from langgraph_pingpong.planning import make_plan, to_template_messages
+from langgraph_pingpong.planning import PlannedCall, planner_of, to_template_messages
 from langgraph_pingpong.pool import EnginePool
+from langgraph_pingpong.prompts import CallKey
 from langgraph_pingpong.serving import Serving, make_serving, serving_on
 from langgraph_pingpong.session import Call, Certificate, session_of
-from langgraph_pingpong.tokens import ChatTemplate
 from langgraph_pingpong.trace import Trace
 
 Answer = tuple[Delta, Certificate | None]
@@ -67,6 +68,21 @@ def _calling(config: RunnableConfig | None) -> Iterator[None]:
         yield
     finally:
         _CONFIG.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A call, ready for the engine."""
+
+    serving: Serving
+    call: Call
+    owner: object = None
+    planned: PlannedCall | None = None
+
+    def end(self, answer: str | None) -> None:
+        """The call is over; `answer` is its text, None if it did not finish."""
+        if self.planned is not None:
+            self.planned.end(answer)
 
 
 class _Lazy:
@@ -219,6 +235,8 @@ class ChatPingPong(BaseChatModel):
         **kwargs: Any,
     ) -> AIMessage:
         """Answer a prompt."""
+        if rehearsal := REHEARSAL.get():
+            return self._rehearse(rehearsal, input, kwargs)
         with _calling(config):
             return super().invoke(input, config, stop=stop, **kwargs)
 
@@ -231,6 +249,8 @@ class ChatPingPong(BaseChatModel):
         **kwargs: Any,
     ) -> AIMessage:
         """Answer a prompt."""
+        if rehearsal := REHEARSAL.get():
+            return self._rehearse(rehearsal, input, kwargs)
         with _calling(config):
             return await super().ainvoke(input, config, stop=stop, **kwargs)
 
@@ -243,6 +263,9 @@ class ChatPingPong(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[AIMessageChunk]:
         """Answer a prompt piece by piece."""
+        if rehearsal := REHEARSAL.get():
+            yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
+            return
         chunks = super().stream(input, config, stop=stop, **kwargs)
         # Only while the first chunk is made: a generator shares its caller's context, so that what it sets there
         # would be seen by the caller between chunks.
@@ -260,12 +283,18 @@ class ChatPingPong(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[AIMessageChunk]:
         """Answer a prompt piece by piece."""
+        if rehearsal := REHEARSAL.get():
+            yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
+            return
         async with aclosing(super().astream(input, config, stop=stop, **kwargs)) as chunks:  # type: ignore[type-var]
             with _calling(config):
                 first = await anext(chunks)
             yield first
             async for chunk in chunks:
                 yield chunk
+
+    def _rehearse(self, rehearsal: Rehearsal, input: LanguageModelInput, kwargs: Mapping[str, Any]) -> AIMessage:
+        return rehearsal.on_call(self, self._convert_input(input).to_messages(), kwargs)
 
     def _generate(
         self,
@@ -292,10 +321,10 @@ class ChatPingPong(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        serving, call = self._prepare(messages, stop, kwargs, _CONFIG.get() or ensure_config())
-        with closing(serving.pool.loop.iterate(lambda: self._answer(serving, *call))) as answers:
+        prepared = self._prepare(messages, stop, kwargs, _CONFIG.get() or ensure_config())
+        with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
             for delta, certificate in answers:
-                yield self._chunk(call[0], delta, certificate)
+                yield self._chunk(delta, certificate)
 
     async def _astream(
         self,
@@ -306,21 +335,18 @@ class ChatPingPong(BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         config = _CONFIG.get() or ensure_config()
         # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
-        serving, call = await asyncio.to_thread(self._prepare, messages, stop, kwargs, config)
-        async with aclosing(serving.pool.loop.aiterate(lambda: self._answer(serving, *call))) as answers:
+        prepared = await asyncio.to_thread(self._prepare, messages, stop, kwargs, config)
+        async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for delta, certificate in answers:
-                yield self._chunk(call[0], delta, certificate)
+                yield self._chunk(delta, certificate)
 
     def _prepare(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None,
-        kwargs: Mapping[str, Any],
-        config: RunnableConfig,
-    ) -> tuple[Serving, tuple[Call, object]]:
+        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any], config: RunnableConfig
+    ) -> _Prepared:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""
         serving = self._serving()
-        ids = serving.template.prompt_ids(to_template_messages(messages))
+        asked = to_template_messages(messages)
+        ids = serving.template.prompt_ids(asked)
         task = running_task(config)
         node = task.site[-1] if task else ""
         limit = serving.context or (serving.pool.engines[0].max_model_len if serving.pool.started else None)
@@ -329,10 +355,15 @@ class ChatPingPong(BaseChatModel):
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
         request = Request(ids, {"max_tokens": room, **self._sampling(stop, kwargs)})
         if task is None:
-            return serving, (Call(node, request), None)
-        streams = self.overlap == "on" and len(serving.pool.engines) > 1
-        plan = make_plan(task, lambda model: self._template_of(model, serving)) if streams else None
-        return serving, (Call(node, request, task.site, task.step, plan, self.defer_downstream), task.owner)
+            return _Prepared(serving, Call(request))
+        if self.overlap == "off" or len(serving.pool.engines) < 2:
+            key = CallKey(task.site, push=task.push)
+            return _Prepared(serving, Call(request, key, task.step), task.owner)
+        planned = planner_of(serving.pool).begin(
+            task, asked, serving.template, serving.template.render, lambda model, more: self._renderer(model, serving)
+        )
+        call = Call(request, planned.record.key, task.step, planned.plan, self.defer_downstream)
+        return _Prepared(serving, call, task.owner, planned)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""
@@ -347,22 +378,32 @@ class ChatPingPong(BaseChatModel):
         given = {**own, **kwargs} | ({"stop": stop} if stop is not None else {})
         return {name: value for name, value in given.items() if value is not None}
 
-    def _template_of(self, model: Runnable[Any, Any], serving: Serving) -> ChatTemplate | None:
-        """The template of another node's model, if it is served by the same engines."""
+    def _renderer(self, model: Any, serving: Serving) -> Callable[[Sequence[BaseMessage]], str] | None:
+        """How prompts of another node's model are rendered, if it is served by the same engines."""
         while isinstance(model, RunnableBinding):
             model = model.bound
-        if not isinstance(model, ChatPingPong):
+        if not isinstance(model, ChatPingPong) or model._serving().pool is not serving.pool:
             return None
-        other = model._serving()
-        return other.template if other.pool is serving.pool else None
+        template = model._serving().template
+        return lambda messages: template.render(to_template_messages(messages))
 
-    async def _answer(self, serving: Serving, call: Call, owner: object) -> AsyncGenerator[Answer]:
-        session = session_of(owner, serving.pool, self._trace)
-        async with aclosing(session.answer(call)) as answers:
-            async for answer in answers:
-                yield answer
+    async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
+        session = session_of(prepared.owner, prepared.serving.pool, self._trace)
+        said: list[str] = []
+        answer: str | None = None
+        try:
+            async with aclosing(session.answer(prepared.call)) as answers:
+                async for delta, certificate in answers:
+                    said.append(delta.text)
+                    if certificate is not None:
+                        answer = "".join(said)
+                        prepared.end(answer)  # before the node goes on: its next call draws on this answer
+                    yield delta, certificate
+        finally:
+            if answer is None:
+                prepared.end(None)
 
-    def _chunk(self, call: Call, delta: Delta, certificate: Certificate | None) -> ChatGenerationChunk:
+    def _chunk(self, delta: Delta, certificate: Certificate | None) -> ChatGenerationChunk:
         message = AIMessageChunk(content=delta.text)
         if certificate is not None:
             message.usage_metadata = _usage(certificate)
