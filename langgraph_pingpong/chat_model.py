@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -102,6 +103,9 @@ class _Lazy:
         with self._lock:
             if self._value is not None:
                 self._value.pool.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class ChatPingPong(BaseChatModel):
@@ -344,6 +348,7 @@ class ChatPingPong(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any], config: RunnableConfig
     ) -> _Prepared:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""
+        sampling = self._sampling(stop, kwargs)
         serving = self._serving()
         asked = to_template_messages(messages)
         ids = serving.template.prompt_ids(asked)
@@ -353,7 +358,7 @@ class ChatPingPong(BaseChatModel):
         self._check_length(node, len(ids), limit)
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
-        request = Request(ids, {"max_tokens": room, **self._sampling(stop, kwargs)})
+        request = Request(ids, {"max_tokens": room, **sampling})
         if task is None:
             return _Prepared(serving, Call(request))
         if self.overlap == "off" or len(serving.pool.engines) < 2:
@@ -388,7 +393,10 @@ class ChatPingPong(BaseChatModel):
         return lambda messages: template.render(to_template_messages(messages))
 
     async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
-        session = session_of(prepared.owner, prepared.serving.pool, self._trace)
+        pool = prepared.serving.pool
+        session = session_of(prepared.owner, pool, self._trace)
+        if prepared.planned is not None:
+            prepared.planned.close_with_graph(partial(pool.loop.call_soon, session.close))
         said: list[str] = []
         answer: str | None = None
         try:

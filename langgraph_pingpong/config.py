@@ -31,7 +31,7 @@ class Device:
         Raises:
             DeviceError: `text` is not of that form, or the kind is unknown.
         """
-        match = _DEVICE.fullmatch(text.strip())
+        match = _DEVICE.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise DeviceError(f"Unknown device {text!r}: devices are written cuda:N, cpu:N or fake:N.")
         return cls(match[1], int(match[2]))
@@ -47,6 +47,8 @@ def parse_devices(names: Iterable[str]) -> tuple[Device, ...]:
     Raises:
         DeviceError: one is malformed or named twice, none is given, or kinds are mixed.
     """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise DeviceError(f"devices is a list of names, and not {names!r}.")
     devices = tuple(Device.parse(name) for name in names)
     if not devices:
         raise DeviceError("No device given.")
@@ -174,12 +176,20 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
 
 
 def context_limit(config: EngineConfig) -> int | None:
-    """The longest prompt plus answer in tokens, as far as settings and the model's config tell before it runs."""
-    if config.max_model_len is not None:
-        return config.max_model_len
+    """The longest prompt plus answer in tokens, as far as settings and the model's config tell before it runs.
+
+    Raises:
+        ModelNotFound: the model's config could not be read.
+    """
+    if (given := config.vllm_args.get("max_model_len")) is not None:
+        return int(given)
     from transformers import AutoConfig
 
-    limit = getattr(AutoConfig.from_pretrained(config.model).get_text_config(), "max_position_embeddings", None)
+    try:
+        text_config = AutoConfig.from_pretrained(config.model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"The config of {config.model!r} could not be read: {error}") from error
+    limit = getattr(text_config, "max_position_embeddings", None)
     return int(limit) if limit else None
 
 

@@ -7,6 +7,8 @@
     │   ├── ModelNotFound
     │   ├── NoChatTemplate
     │   ├── TemplateRefused
+    │   ├── CallRefused
+    │   ├── UnknownParser
     │   ├── EngineNotInstalled
     │   ├── MissingMainGuard
     │   ├── NotEnoughMemory
@@ -15,7 +17,8 @@
     ├── PromptTooLong               (also langchain_core's ContextOverflowError)
     └── EngineError
         ├── EngineStartFailed
-        └── EngineDead
+        ├── EngineDead
+        └── CallTimedOut            (also TimeoutError)
 
 Each class carries a one-line `hint` that says what to change; it is part of the message.
 """
@@ -70,6 +73,18 @@ class TemplateRefused(ConfigError):
     hint = "Change the order or roles of the messages to what the model's chat template accepts."
 
 
+class CallRefused(ConfigError):
+    """The arguments of a call do not fit together, or vLLM cannot do what they ask for."""
+
+    hint = "Change the arguments given to the call, to bind(...), or to the model."
+
+
+class UnknownParser(ConfigError):
+    """vLLM has no tool or reasoning parser of that name, or it cannot work with the model's tokenizer."""
+
+    hint = "Use the parser that vLLM's documentation names for the model, or leave it out."
+
+
 class EngineNotInstalled(ConfigError):
     """vLLM is not installed."""
 
@@ -120,3 +135,9 @@ class EngineDead(EngineError):
     """The engine's process ended while it was needed."""
 
     hint = "Create a new model or pool; the engine's log says why its process ended."
+
+
+class CallTimedOut(EngineError, TimeoutError):
+    """The answer was not complete within the model's `timeout`."""
+
+    hint = "Raise timeout=, or lower max_tokens=."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -16,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-T = TypeVar("T")
+from langgraph_pingpong.errors import EngineDead
 
-_CLOSED = "the call was cancelled, or its engines were closed, while it was running"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class Remote(Generic[T]):
 
     ended: Future[T]
     cancel: Callable[[], None]
+
+
+_WOULD_BLOCK = "a blocking call from the library's own loop thread would never return"
 
 
 class _Stop:
@@ -40,8 +44,11 @@ class LoopThread:
     """An event loop in a daemon thread."""
 
     def __init__(self, name: str = "langgraph-pingpong") -> None:
-        self._loop = asyncio.new_event_loop()
+        # In an empty context, as everything here: the loop would keep that of the node that made it.
+        self._loop = contextvars.Context().run(asyncio.new_event_loop)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._submitting = threading.Lock()
+        self._closed = False
         self._thread.start()
 
     def is_current(self) -> bool:
@@ -52,7 +59,7 @@ class LoopThread:
         """Start a coroutine on the loop thread.
 
         Raises:
-            RuntimeError: the loop thread was closed.
+            EngineDead: the loop thread was closed.
         """
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
@@ -66,23 +73,29 @@ class LoopThread:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
 
-        try:
-            self._loop.call_soon_threadsafe(start)
-        except RuntimeError:
-            work.close()
-            raise
+        with self._submitting:
+            if self._closed:
+                work.close()
+                raise EngineDead("The engines were closed.")
+            # In an empty context: the caller's would be kept by whatever the task schedules.
+            self._loop.call_soon_threadsafe(start, context=contextvars.Context())
         return Remote(ended, cancel)
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run a callback on the loop thread, if it still runs; safe from anywhere, finalizers included."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args, context=contextvars.Context())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop thread and wait for it; an interrupt cancels it first."""
         if self.is_current():
             work.close()
-            raise RuntimeError("a blocking call from the library's own loop thread would never return")
+            raise RuntimeError(_WOULD_BLOCK)
         remote = self.submit(work)
         try:
             return remote.ended.result()
         except BaseException:
-            _cancel_and_wait(remote)
+            self._cancel_and_wait(remote)
             raise
 
     async def arun(self, work: Coroutine[Any, Any, T]) -> T:
@@ -96,14 +109,18 @@ class LoopThread:
 
     def iterate(self, source: Callable[[], AsyncGenerator[T]]) -> Generator[T]:
         """Iterate an async iterator that lives on the loop thread; closing early closes the source."""
+        if self.is_current():
+            raise RuntimeError(_WOULD_BLOCK)
         items: queue.SimpleQueue[T | _Stop] = queue.SimpleQueue()
         remote = self.submit(_pump(source, items.put))
+        remote.ended.add_done_callback(lambda ended: items.put(_Stop(ended.exception())))
         try:
             while not isinstance(item := items.get(), _Stop):
                 yield item
-            _raise(item.error)
+            if item.error is not None:
+                raise item.error
         finally:
-            _cancel_and_wait(remote)
+            self._cancel_and_wait(remote)
 
     async def aiterate(self, source: Callable[[], AsyncGenerator[T]]) -> AsyncGenerator[T]:
         """Like `iterate`, for a caller on any other event loop."""
@@ -115,61 +132,57 @@ class LoopThread:
                 caller.call_soon_threadsafe(items.put_nowait, item)
 
         remote = self.submit(_pump(source, put))
+        remote.ended.add_done_callback(lambda ended: put(_Stop(ended.exception())))
         try:
             while not isinstance(item := await items.get(), _Stop):
                 yield item
-            _raise(item.error)
+            if item.error is not None:
+                raise item.error
         finally:
             await _acancel_and_wait(remote)
 
     def close(self) -> None:
         """Cancel what still runs, then end the thread. Safe to call twice, not from the thread itself."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._cancel_all_and_stop)
+        with self._submitting:  # what was submitted before is cancelled, what comes after is refused
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._cancel_all_and_stop)
         self._thread.join()
         self._loop.close()
 
     def _cancel_all_and_stop(self) -> None:
         tasks = asyncio.all_tasks(self._loop)
+        if not tasks:
+            self._loop.stop()
+            return
         for task in tasks:
             task.cancel()
         ended = asyncio.gather(*tasks, return_exceptions=True)
-        ended.add_done_callback(lambda _: self._loop.stop())
+        ended.add_done_callback(lambda _: self._cancel_all_and_stop())
+
+    def _cancel_and_wait(self, remote: Remote[Any]) -> None:
+        if remote.ended.done():
+            return
+        remote.cancel()
+        if self.is_current():  # an abandoned stream that is collected here: the loop cannot wait for itself
+            return
+        with contextlib.suppress(BaseException):
+            remote.ended.result()
 
 
-async def _pump(source: Callable[[], AsyncGenerator[T]], put: Callable[[T | _Stop], None]) -> None:
-    """Drive `source` to its end or its error; whoever reads `put` always gets a `_Stop` last."""
-    error: BaseException | None = None
-    iterator = source()
-    try:
-        async for item in iterator:
+async def _pump(source: Callable[[], AsyncGenerator[T]], put: Callable[[T], None]) -> None:
+    async with contextlib.aclosing(source()) as items:
+        async for item in items:
             put(item)
-    except BaseException as exc:
-        error = exc
-        if isinstance(exc, asyncio.CancelledError):
-            raise
-    finally:
-        aclose = getattr(iterator, "aclose", None)
-        if aclose is not None:
-            await aclose()
-        put(_Stop(error))
 
 
 def _copy_outcome(task: asyncio.Task[T], ended: Future[T]) -> None:
     if task.cancelled():
-        ended.set_exception(RuntimeError(_CLOSED))
+        ended.set_exception(EngineDead("The engines were closed while the call was running."))
     elif error := task.exception():
         ended.set_exception(error)
     else:
         ended.set_result(task.result())
-
-
-def _cancel_and_wait(remote: Remote[Any]) -> None:
-    if not remote.ended.done():
-        remote.cancel()
-        with contextlib.suppress(BaseException):
-            remote.ended.result()
 
 
 async def _acancel_and_wait(remote: Remote[Any]) -> None:
@@ -177,10 +190,3 @@ async def _acancel_and_wait(remote: Remote[Any]) -> None:
         remote.cancel()
         with contextlib.suppress(Exception):
             await asyncio.shield(asyncio.wrap_future(remote.ended))
-
-
-def _raise(error: BaseException | None) -> None:
-    if isinstance(error, asyncio.CancelledError):
-        raise RuntimeError(_CLOSED)
-    if error is not None:
-        raise error

@@ -10,12 +10,19 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from langgraph_pingpong.edges.book import CallRecord, Render, RunBook, note_sources
-from langgraph_pingpong.edges.langgraph_internals import RunningTask, input_of, spec_of, state_of
+from langgraph_pingpong.edges.langgraph_internals import (
+    RunningTask,
+    input_of,
+    spec_of,
+    state_of,
+    when_graph_ends,
+)
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
@@ -43,6 +50,12 @@ class PlannedCall:
     record: CallRecord
     plan: Callable[[], Any]
     _book: RunBook
+
+    def close_with_graph(self, close: Callable[[tuple[str, ...]], None]) -> None:
+        """Call `close` with the site of the call's graph when the run of that graph is over."""
+        task = self.record.task
+        if task is not None and self._book.is_first_of_graph(task):
+            when_graph_ends(task, partial(close, task.site[:-1]))
 
     def end(self, answer: str | None) -> None:
         """The call is over; `answer` is its text, None if it did not finish."""

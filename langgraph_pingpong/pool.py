@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from langgraph_pingpong.engines.base import Engine
+from langgraph_pingpong.errors import DeviceError, EngineDead
 from langgraph_pingpong.loop import LoopThread
 
 
@@ -43,6 +44,13 @@ class EnginePool:
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
+        """Take engines that have not been started.
+
+        Raises:
+            DeviceError: there are none.
+        """
+        if not engines:
+            raise DeviceError("A pool needs at least one engine.")
         self.engines = tuple(engines)
         self.runs: OrderedDict[int, Any] = OrderedDict()
         """The sessions on this pool; session.py fills it. They end with the pool."""
@@ -75,8 +83,11 @@ class EnginePool:
         Raises:
             ConfigError: the settings cannot work on this machine.
             EngineStartFailed: an engine did not come up; those that did are shut down again.
+            EngineDead: the pool was closed.
         """
         with self._starting:
+            if self.closed:
+                raise EngineDead("The engines were closed.")
             if self._started:
                 return
             try:

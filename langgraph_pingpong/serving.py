@@ -52,10 +52,14 @@ def make_serving(
     if places[0].kind == "fake":
         tokenizer = tokenizer or (load_tokenizer(resolve_model(model)) if model else fake_tokenizer())
         template = ChatTemplate(tokenizer, chat_template)
-        return Serving(EnginePool([FakeEngine(str(place), tokenizer) for place in places]), template, None)
+        fakes = [FakeEngine(str(place), tokenizer) for place in places]
+        for fake in fakes:
+            fake.max_model_len = settings.get("max_model_len") or fake.max_model_len
+        return Serving(EnginePool(fakes), template, fakes[0].max_model_len)
     config = EngineConfig(model=resolve_model(model), devices=places, **settings)
+    engines = build_vllm_engines(config)  # before the tokenizer, whose import takes seconds: its checks take none
     template = ChatTemplate(tokenizer or load_tokenizer(config.model), chat_template)
-    return Serving(EnginePool(build_vllm_engines(config)), template, context_limit(config))
+    return Serving(EnginePool(engines), template, context_limit(config))
 
 
 def serving_on(
@@ -74,4 +78,5 @@ def serving_on(
         tokenizer = engine.tokenizer
     if tokenizer is None:
         tokenizer = load_tokenizer(getattr(engine, "model", None) or resolve_model(model))
-    return Serving(pool, ChatTemplate(tokenizer, chat_template), None)
+    context = engine.max_model_len if isinstance(engine, FakeEngine) else None
+    return Serving(pool, ChatTemplate(tokenizer, chat_template), context)

@@ -238,18 +238,17 @@ class Session:
 
         If there is an edge to that call already, the one that knows more of its prompt stays.
         """
-        for call, said in self._said.items():
-            upcoming.prompt.feed(call, "".join(said))
-            if call in self._ended:
-                upcoming.prompt.finish(call)
         earlier = self._edges.get(upcoming.key)
         if earlier is not None and earlier.upcoming.prompt.reach >= upcoming.prompt.reach:
             return
         place = earlier.lease if earlier else self.pool.lease(lease.index + ahead, avoid=lease.index)
-        edge = StreamingEdge(upcoming, upstream, place, self.emit)
+        edge = self._edges[upcoming.key] = StreamingEdge(upcoming, upstream, place, self.emit)
+        for call, said in self._said.items():
+            edge.feed(call, "".join(said))
+            if call in self._ended:
+                edge.finish(call)
         if earlier is not None:
             edge.take_over(earlier)
-        self._edges[upcoming.key] = edge
 
     def drop(self, edge: StreamingEdge, reason: str) -> None:
         """Forget an edge that no call will claim."""
@@ -266,10 +265,11 @@ class Session:
                 self.drop(edge, "not called")
         return self._edges.pop(call.key, None)
 
-    def close(self) -> None:
-        """Drop every edge."""
+    def close(self, graph: tuple[str, ...] = ()) -> None:
+        """The run of a graph, given by its site, is over: drop the edges within it."""
         for edge in list(self._edges.values()):
-            self.drop(edge, "run ended")
+            if edge.upcoming.key.site[: len(graph)] == graph:
+                self.drop(edge, "run ended")
 
     def emit(self, name: str, node: str, device: str, **data: Any) -> float:
         """Record an event of this run; returns its time (s, monotonic)."""

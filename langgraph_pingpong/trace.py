@@ -7,13 +7,16 @@ process are exact; names follow `x.started / x.complete / x.failed`.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Trace:
         if self._sinks:
             event = Event(name, now, run, node, device, data)
             for sink in tuple(self._sinks):
-                sink(event)
+                _hand_over(event, sink)
         return now
 
     @contextmanager
@@ -66,6 +69,17 @@ class Trace:
     def subscribe(self, sink: Sink) -> None:
         """Send every event from now on to `sink`; it is called in the thread that emits and must not block."""
         self._sinks.append(sink)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Whoever listens to a model hears its copies too."""
+        return self
+
+
+def _hand_over(event: Event, sink: Sink) -> None:
+    try:
+        sink(event)
+    except Exception:
+        logger.exception("A sink of the trace raised on %r", event.name)
 
 
 class JsonLines:

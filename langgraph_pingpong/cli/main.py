@@ -173,11 +173,11 @@ class _Runner:
         return [self._run_once(graph, given, mode) for graph, mode in zip(graphs, modes, strict=True)]
 
     def _start(self, devices: str) -> None:
+        # Plain lines: vLLM's processes write to the terminal meanwhile, and would tear anything that moves.
+        self.console.print(f"Starting the engines on {devices} ...", highlight=False)
         started = time.monotonic()
-        with self.console.status(f"Starting the engines on {devices} ..."):
-            self.model.start()
-        seconds = time.monotonic() - started
-        self.console.print(f"Engines on {devices} ready after {seconds:.0f} s.\n", highlight=False)
+        self.model.start()
+        self.console.print(f"Ready after {time.monotonic() - started:.0f} s.\n", highlight=False)
 
     def _run_once(self, graph: Any, given: dict[str, str], overlap: Overlap) -> Run:
         self.model.reset_prefix_cache()

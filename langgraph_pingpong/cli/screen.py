@@ -97,10 +97,12 @@ class Screen:
             self._print(answer)
 
     def _print(self, answer: Answer) -> None:
-        self._console.print(Text.assemble((answer.node, "bold cyan"), (f" · {answer.summary()}", "dim")))
+        if self._live.is_started:
+            self._live.refresh()  # takes the answer out of the live part before it is printed above it
+        title = Text.assemble((answer.node, "bold cyan"), (f" · {answer.summary()}", "dim"))
         # A terminal wraps at words; a file gets the text as it is.
-        self._console.print(Text(answer.text.strip()), soft_wrap=not self._console.is_terminal)
-        self._console.print()
+        wrap = self._console.is_terminal
+        self._console.print(Group(title, Text(answer.text.strip()), Text()), soft_wrap=not wrap)
 
     def _draw(self) -> Group:
         lines: list[Text] = []

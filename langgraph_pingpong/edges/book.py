@@ -60,6 +60,7 @@ class RunBook:
         self._clock = itertools.count(1)
         self._lock = threading.Lock()
         self._numbers: dict[tuple[str, int], int] = {}
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.active: dict[CallKey, CallRecord] = {}
         self.finished: OrderedDict[CallKey, CallRecord] = OrderedDict()
 
@@ -76,6 +77,13 @@ class RunBook:
                     record.alone = other.alone = False
             self.active[record.key] = record
             return record
+
+    def is_first_of_graph(self, task: RunningTask) -> bool:
+        """Whether no call of this run of the task's own graph was seen before."""
+        with self._lock:
+            seen = task.loop in self._graphs
+            self._graphs.add(task.loop)
+            return not seen
 
     def end(self, record: CallRecord, answer: str | None) -> None:
         """Note that a call is over; without an answer it is as if it had not been."""

@@ -11,6 +11,7 @@ import contextvars
 import copy
 import functools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,6 +130,11 @@ def state_of(task: RunningTask) -> Mapping[str, Any]:
         for name, channel in channels.items()
         if not name.startswith(("branch:", "__", "join:")) and channel.is_available()
     }
+
+
+def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
+    """Call back when the run of the task's own graph is over: LangGraph lets go of its loop then."""
+    weakref.finalize(task.loop, callback).atexit = False
 
 
 def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
@@ -17,7 +17,8 @@ def new_request_id() -> str:
 class Request:
     """A prompt as token ids, and how to sample the answer.
 
-    `sampling` uses the names of vLLM's `SamplingParams`; what it leaves out is the model's own default.
+    `sampling` uses the names of vLLM's `SamplingParams`, with plain values only (`structured_outputs` is a dict of
+    vLLM's `StructuredOutputsParams`); what it leaves out is the model's own default.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -26,12 +27,22 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a token that was sampled, and those of the likeliest tokens in its place."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What an engine produced since the last delta.
 
-    `text` and `token_ids` are increments. `finish_reason` is set on the last delta only. The first delta
-    carries `prompt_token_ids` as the engine saw them and `num_cached_tokens`, the tokens of the prompt that
-    came from its prefix cache.
+    `text` and `token_ids` are increments. Text that may become a stop string is held back, its ids are not, so the
+    two can be apart by a few tokens. `finish_reason` is set on the last delta only. The first delta carries
+    `prompt_token_ids` as the engine saw them and `num_cached_tokens`, the tokens of the prompt that came from its
+    prefix cache. With `n` answers to one prompt, `index` tells them apart, and each has a last delta.
     """
 
     text: str = ""
@@ -40,6 +51,36 @@ class Delta:
     stop_reason: int | str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     num_cached_tokens: int | None = None
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """A part of a tool call: its first part names it, all parts' `arguments` joined are JSON."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a delta says, taken apart. Only `content` reaches the nodes downstream."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPart, ...] = ()
+
+
+Reader = Callable[[Delta], Said]
+"""Takes the deltas of one call apart, in order; it may hold text back until it knows what it is."""
+
+
+def all_content(delta: Delta) -> Said:
+    """The reader of a call without tools and reasoning: everything is content."""
+    return Said(delta.text)
 
 
 class Engine(Protocol):
