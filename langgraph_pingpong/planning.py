@@ -26,8 +26,8 @@ from langgraph_pingpong.edges.langgraph_internals import (
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
+from langgraph_pingpong.growing import GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
-from langgraph_pingpong.prompts import GrowingPrompt, Probes
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate, Message, parse_tool_arguments
 

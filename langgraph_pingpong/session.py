@@ -20,8 +20,8 @@ from typing import Any
 from uuid import uuid4
 
 from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.growing import CallKey
 from langgraph_pingpong.pool import EnginePool, Lease
-from langgraph_pingpong.prompts import CallKey
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.trace import Trace
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from langgraph_pingpong.engines.base import Request
+from langgraph_pingpong.growing import CallKey, GrowingPrompt, common_prefix
 from langgraph_pingpong.pool import Lease
-from langgraph_pingpong.prompts import CallKey, GrowingPrompt, common_prefix
 
 UNCLAIMED_AFTER_S = 30.0
 """How long an edge waits for its downstream call after an upstream has finished, in seconds."""

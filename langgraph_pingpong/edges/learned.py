@@ -15,7 +15,7 @@ from typing import Any
 
 from langgraph_pingpong.edges.book import Answers, CallRecord, Render, sources_of
 from langgraph_pingpong.edges.template import Template, learn
-from langgraph_pingpong.prompts import CallKey
+from langgraph_pingpong.growing import CallKey
 
 MAX_CALL_SITES = 512
 """Call sites of one scope that are remembered; the ones used least recently are forgotten first."""

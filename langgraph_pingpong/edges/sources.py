@@ -30,7 +30,7 @@ from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
 from langgraph_pingpong.edges.template import fill
-from langgraph_pingpong.prompts import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
+from langgraph_pingpong.growing import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
 
 NO_MORE: Mapping[str, Any] = {}
 
