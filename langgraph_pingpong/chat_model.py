@@ -26,7 +26,7 @@ from langgraph_pingpong.config import parse_devices, refuse_unknown
 from langgraph_pingpong.edges import REHEARSAL, Rehearsal, running_task
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import PromptTooLong
-from langgraph_pingpong.growing import CallKey
+from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.planning import PlannedCall, planner_of, to_template_messages
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.serving import Serving, make_serving, serving_on

@@ -24,9 +24,8 @@ from langgraph_pingpong.edges.langgraph_internals import (
     when_graph_ends,
 )
 from langgraph_pingpong.edges.learned import LearnedEdges
-from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
-from langgraph_pingpong.growing import GrowingPrompt, Probes
+from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate, Message, parse_tool_arguments
@@ -132,11 +131,6 @@ def planner_of(pool: EnginePool) -> Planner:
         pool.planner = Planner()
     planner: Planner = pool.planner
     return planner
-
-
-def edges_off(task: RunningTask) -> bool:
-    """Whether the user switched prefilling off for the prompts of this node."""
-    return options_of(spec_of(task)).off
 
 
 def to_template_messages(messages: Sequence[BaseMessage]) -> list[Message]:

@@ -20,7 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 from langgraph_pingpong.engines.base import Delta, Request
-from langgraph_pingpong.growing import CallKey
+from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.trace import Trace

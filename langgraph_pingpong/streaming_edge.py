@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from langgraph_pingpong.engines.base import Request
-from langgraph_pingpong.growing import CallKey, GrowingPrompt, common_prefix
+from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, common_prefix
 from langgraph_pingpong.pool import Lease
 
 UNCLAIMED_AFTER_S = 30.0

@@ -22,7 +22,7 @@ from langgraph_pingpong import FakeEngine, agent_node, streaming_edge
 from langgraph_pingpong.edges import langgraph_internals
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import EngineDead
-from langgraph_pingpong.growing import GrowingPrompt, is_probe
+from langgraph_pingpong.growing_prompt import GrowingPrompt, is_probe
 
 if TYPE_CHECKING:
     from langgraph_pingpong import ChatPingPong

@@ -14,7 +14,7 @@ from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from langgraph_pingpong.edges.langgraph_internals import RunningTask
 from langgraph_pingpong.edges.template import Message, Sources
-from langgraph_pingpong.growing import CallKey
+from langgraph_pingpong.growing_prompt import CallKey
 
 Answers = Mapping[CallKey, str]
 """What calls answered."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from langgraph_pingpong.edges.book import Answers, CallRecord, Render, sources_of
 from langgraph_pingpong.edges.template import Template, learn
-from langgraph_pingpong.growing import CallKey
+from langgraph_pingpong.growing_prompt import CallKey
 
 MAX_CALL_SITES = 512
 """Call sites of one scope that are remembered; the ones used least recently are forgotten first."""
@@ -30,6 +30,8 @@ class Follower:
 
     templates: deque[Template] = field(default_factory=lambda: deque(maxlen=2))
     render: Render | None = None
+    spec: weakref.ref[Any] | None = None
+    """The follower's node, for its options."""
     steps: int | None = None
     """Supersteps between the two, where they are of the same graph."""
 
@@ -65,6 +67,7 @@ class LearnedEdges:
             follower = followers.setdefault(record.key, Follower())
             follower.templates.append(template)
             follower.render = record.render
+            follower.spec = record.spec
             follower.steps = _steps(before, record)
             before.followers.add(record.key)
             followers.move_to_end(record.key)

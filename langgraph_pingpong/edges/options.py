@@ -27,8 +27,8 @@ _DEFAULT = NodeOptions()
 
 
 def options_of(spec: Any) -> NodeOptions:
-    """The options of a compiled graph's node."""
-    return _OPTIONS.get(spec, _DEFAULT)
+    """The options of a compiled graph's node; those of a graph that is gone are the default."""
+    return _DEFAULT if spec is None else _OPTIONS.get(spec, _DEFAULT)
 
 
 def streaming_edges(graph: Graph, *, dry_run: Collection[str] | bool = (), off: Collection[str] | bool = ()) -> Graph:

@@ -14,9 +14,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from langchain_core.callbacks import BaseCallbackHandler, CallbackManager
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import set_config_context
 from langsmith import tracing_context
 
 
@@ -76,11 +77,15 @@ def rehearse(
     """
     rehearsal = Rehearsal(answers)
     REHEARSAL.set(rehearsal)
-    guarded: RunnableConfig = {**config, "callbacks": CallbackManager(handlers=[_Guard()])}
+    guarded: RunnableConfig = {**config, "callbacks": [_Guard()]}
     result = _NOTHING
-    with tracing_context(enabled=False), contextlib.suppress(_Ended):
-        result = asyncio.run(node.ainvoke(input, guarded)) if _is_async(node) else node.invoke(input, guarded)
+    with tracing_context(enabled=False), set_config_context(guarded) as context, contextlib.suppress(_Ended):
+        result = context.run(_run, node, input, guarded)
     return result, rehearsal
+
+
+def _run(node: Runnable[Any, Any], input: Any, config: RunnableConfig) -> Any:
+    return asyncio.run(node.ainvoke(input, config)) if _is_async(node) else node.invoke(input, config)
 
 
 def returned(result: Any) -> bool:

@@ -30,7 +30,7 @@ from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
 from langgraph_pingpong.edges.template import fill
-from langgraph_pingpong.growing import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
+from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
 
 NO_MORE: Mapping[str, Any] = {}
 
@@ -161,6 +161,8 @@ def _learned(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> Iterato
     """Calls that followed this one in earlier runs; of uncertain ones only what is known already."""
     certain, followers = learned.expected(spec_of(moment.task), tenant, moment.record)
     for key, follower in followers.items():
+        if follower.spec and options_of(follower.spec()).off:
+            continue
         rows = [_segments(moment, template, follower.render) for template in follower.templates if follower.render]
         segments = agreed(rows) if rows else []
         step = None if follower.steps is None else moment.record.step + follower.steps
