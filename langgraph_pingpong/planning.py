@@ -9,38 +9,34 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from langchain_core.messages import BaseMessage, convert_to_openai_messages
+from langchain_core.messages import BaseMessage
 
 from langgraph_pingpong.edges import Predicted, RunningTask, predict
 from langgraph_pingpong.session import Plan, Upcoming
-from langgraph_pingpong.tokens import (
-    PROBES,
-    ChatTemplate,
-    GrowingPrompt,
-    Message,
-    parse_tool_arguments,
-    prompt_shape,
-)
+from langgraph_pingpong.tokens import PROBES, ChatTemplate, GrowingPrompt, prompt_shape
 
 T = TypeVar("T")
 
 PLAN_WITHIN_S = 2.0
 """How long the plan of a call may take, in seconds; what comes later is dropped."""
 
-TemplateOf = Callable[[Any], ChatTemplate | None]
-"""The chat template of a node's model, or None if that model is not served by the same pool."""
+Render = Callable[[Sequence[BaseMessage]], str]
+"""Renders a prompt the way a node's model does, with what was bound to it: tools, template arguments."""
+
+RendererOf = Callable[[Any], Render | None]
+"""The renderer of a node's model, or None if that model is not served by the same pool."""
 
 
-def make_plan(task: RunningTask, template_of: TemplateOf) -> Plan:
-    """A plan for the call that `task` is making."""
+def make_plan(task: RunningTask, template: ChatTemplate, renderer_of: RendererOf) -> Plan:
+    """A plan for the call that `task` is making, on a pool that serves the model of `template`."""
 
     async def plan() -> Sequence[Upcoming]:
-        return await in_daemon_thread(lambda: upcoming_calls(task, template_of), PLAN_WITHIN_S)
+        return await in_daemon_thread(lambda: upcoming_calls(task, template, renderer_of), PLAN_WITHIN_S)
 
     return plan
 
 
-def upcoming_calls(task: RunningTask, template_of: TemplateOf) -> list[Upcoming]:
+def upcoming_calls(task: RunningTask, template: ChatTemplate, renderer_of: RendererOf) -> list[Upcoming]:
     """The calls that follow the one `task` is making, each with its prompt up to where the answer goes.
 
     Each prompt is rendered for two made-up answers; their difference shows where and how the answer is used.
@@ -48,21 +44,15 @@ def upcoming_calls(task: RunningTask, template_of: TemplateOf) -> list[Upcoming]
     first, second = (predict(task, probe) for probe in PROBES)
     if [ahead.site for ahead in first] != [ahead.site for ahead in second]:
         return []
-    return [up for pair in zip(first, second, strict=True) if (up := _upcoming(*pair, template_of))]
+    return [up for pair in zip(first, second, strict=True) if (up := _upcoming(*pair, template, renderer_of))]
 
 
-def _upcoming(first: Predicted, second: Predicted, template_of: TemplateOf) -> Upcoming | None:
-    template = template_of(first.model)
-    if template is None:
+def _upcoming(first: Predicted, second: Predicted, template: ChatTemplate, renderer_of: RendererOf) -> Upcoming | None:
+    render = renderer_of(first.model)
+    if render is None:
         return None
-    texts = [template.render(to_template_messages(ahead.messages)) for ahead in (first, second)]
-    prompt = GrowingPrompt(template, prompt_shape(texts[0], texts[1]))
-    return Upcoming(first.site[-1], first.site, first.step, prompt)
-
-
-def to_template_messages(messages: Sequence[BaseMessage]) -> list[Message]:
-    """LangChain's messages in the form that chat templates take."""
-    return [parse_tool_arguments(message) for message in convert_to_openai_messages(messages)]
+    shape = prompt_shape(render(first.messages), render(second.messages))
+    return Upcoming(first.site[-1], first.site, first.step, GrowingPrompt(template, shape))
 
 
 async def in_daemon_thread(work: Callable[[], T], timeout_s: float) -> T:

@@ -74,11 +74,15 @@ class Trace:
         """Whoever listens to a model hears its copies too."""
         return self
 
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        """Whoever listens stays in this process."""
+        return type(self), ()
+
 
 def _hand_over(event: Event, sink: Sink) -> None:
     try:
         sink(event)
-    except Exception:  # noqa: BLE001 - whoever listens must not disturb what is listened to
+    except Exception:
         logger.exception("A sink of the trace raised on %r", event.name)
 
 

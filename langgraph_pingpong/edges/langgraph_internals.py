@@ -76,10 +76,10 @@ def _site(namespace: str) -> tuple[str, ...]:
     return tuple(part.partition(":")[0] for part in namespace.split("|"))
 
 
-def node_of(task: RunningTask) -> Runnable[Any, Any]:
-    """What was given to `add_node`."""
-    bound: Runnable[Any, Any] = task.loop.nodes[task.site[-1]].bound
-    return bound
+def node_of(task: RunningTask) -> Runnable[Any, Any] | None:
+    """What was given to `add_node`; None for a task of the functional API, which is no node."""
+    node = task.loop.nodes.get(task.site[-1])
+    return node.bound if node is not None else None
 
 
 def next_tasks(task: RunningTask, update: Any) -> list[NextTask]:
