@@ -3,112 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
-from contextvars import ContextVar
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableBinding, RunnableConfig
-from langchain_core.runnables.config import ensure_config
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
+from pydantic import PrivateAttr
 
-from langgraph_pingpong.config import parse_devices, refuse_unknown
-from langgraph_pingpong.edges import REHEARSAL, Rehearsal, running_task
-from langgraph_pingpong.engines.base import Delta, Request
-from langgraph_pingpong.errors import PromptTooLong
+from langgraph_pingpong.answers import AnswerChunks, to_result
+from langgraph_pingpong.calling import current_config
+from langgraph_pingpong.calls import Terms, terms_of
+from langgraph_pingpong.edges import running_task
+from langgraph_pingpong.edges.sources import RenderMessages
+from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
+from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
+from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
-from langgraph_pingpong.planning import PlannedCall, planner_of, to_template_messages
-from langgraph_pingpong.pool import EnginePool
-from langgraph_pingpong.serving import Serving, make_serving, serving_on
-from langgraph_pingpong.session import Call, Certificate, session_of
+from langgraph_pingpong.loop import LoopThread
+from langgraph_pingpong.planning import PlannedCall, planner_of
+from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
+from langgraph_pingpong.serving import LazyServing, Serving, make_serving, serving_on
+from langgraph_pingpong.session import Call, Certificate, Session, session_of
+from langgraph_pingpong.settings import ENGINE_SETTINGS, Settings
+from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
 
-Answer = tuple[Delta, Certificate | None]
-
-_CONFIG: ContextVar[RunnableConfig | None] = ContextVar("langgraph_pingpong_config", default=None)
-"""The config of the public call under way: the private methods that do the work are not given it."""
-
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-_MORE_SAMPLING = (
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "bad_words",
-    "skip_special_tokens",
-)
-"""Further names of vLLM's SamplingParams that a call may carry."""
-_ENGINE_SETTINGS = (
-    "dtype",
-    "max_model_len",
-    "gpu_memory_utilization",
-    "tensor_parallel_size",
-    "enforce_eager",
-    "engine_args",
-)
+Answer = tuple[Delta, Said, Certificate | None]
+IndexedChunk = tuple[int, ChatGenerationChunk]
 
 
-@contextmanager
-def _calling(config: RunnableConfig | None) -> Iterator[None]:
-    token = _CONFIG.set(ensure_config(config))
-    try:
-        yield
-    finally:
-        _CONFIG.reset(token)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A call, ready for the engine."""
-
-    serving: Serving
-    call: Call
-    owner: object = None
-    planned: PlannedCall | None = None
-
-    def end(self, answer: str | None) -> None:
-        """The call is over; `answer` is its text, None if it did not finish."""
-        if self.planned is not None:
-            self.planned.end(answer)
-
-
-class _Lazy:
-    """Makes the engines and the template on first use, once; copies of a model share them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._value: Serving | None = None
-
-    def get(self, make: Callable[[], Serving]) -> Serving:
-        with self._lock:
-            if self._value is None or self._value.pool.closed:
-                self._value = make()
-            return self._value
-
-    def close(self) -> None:
-        with self._lock:
-            if self._value is not None:
-                self._value.pool.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-
-class ChatPingPong(BaseChatModel):
+class ChatPingPong(Settings):
     """A chat model on your own devices whose calls prefill the prompts that follow them in a LangGraph graph.
 
     Put it into a graph in place of another chat model; nothing else changes. While one node's answer is decoded
@@ -120,60 +52,8 @@ class ChatPingPong(BaseChatModel):
         model = ChatPingPong(model="Qwen/Qwen3-14B-AWQ", devices=["cuda:0", "cuda:1"], max_tokens=256)
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str | None = None
-    """A folder or Hugging Face id; None is the small default model, made ready on first use."""
-    devices: Sequence[str] | None = None
-    """Where engines run, one each: 'cuda:N', 'cpu:N' or 'fake:N'; None takes two devices where there are two."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """The longest answer, in tokens; None is what the context leaves."""
-    temperature: float | None = None
-    """0 always takes the likeliest token; None is the model's own default, as for the next three."""
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    """Texts that end the answer; they are not part of it."""
-    overlap: Literal["on", "off"] = "on"
-    """'off' is the same program without prefills: the baseline."""
-    defer_downstream: bool = True
-    """Prefill the next prompt from the upstream's first token on; False starts with the upstream's prefill."""
-    chat_template: str | None = None
-    """A Jinja template in place of the model's own."""
-    dtype: str | None = None
-    max_model_len: int | None = None
-    gpu_memory_utilization: float | None = None
-    tensor_parallel_size: int | None = None
-    enforce_eager: bool | None = None
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Any other of vLLM's engine arguments, under vLLM's name."""
-    pool: EnginePool | None = Field(default=None, exclude=True)
-    """Engines to share with other models; who made the pool closes it."""
-    tokenizer: Any = Field(default=None, exclude=True)
-    """A tokenizer object in place of the model's own."""
-
-    _lazy: _Lazy = PrivateAttr(default_factory=_Lazy)
+    _lazy: LazyServing = PrivateAttr(default_factory=LazyServing)
     _trace: Trace = PrivateAttr(default_factory=Trace)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_settings(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            names = {*cls.model_fields, "stop_sequences"}
-            refuse_unknown(values, names, "ChatPingPong")
-            if (devices := values.get("devices")) is not None:
-                parse_devices(devices)
-        return values
-
-    @property
-    def _llm_type(self) -> str:
-        return "langgraph-pingpong"
-
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self.model, **{name: getattr(self, name) for name in _SAMPLING}, "stop": self.stop}
 
     @property
     def trace(self) -> Trace:
@@ -213,13 +93,23 @@ class ChatPingPong(BaseChatModel):
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         await asyncio.to_thread(self.close)
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """A pickled model travels without its engines and makes its own where it is used."""
+        if self.pool is not None:
+            raise TypeError("A model on a pool of yours cannot be pickled: its engines belong to this process.")
+        return super().__getstate__()
+
     def _serving(self) -> Serving:
         return self._lazy.get(self._make_serving)
 
     def _make_serving(self) -> Serving:
+        if self.reasoning_parser or "tool_parser" in self.model_fields_set:
+            check_parsers(self.tool_parser, self.reasoning_parser)
         if self.pool is not None:
             return serving_on(self.pool, self.model, self.tokenizer, self.chat_template)
-        settings = {name: getattr(self, name) for name in _ENGINE_SETTINGS}
+        settings = {name: getattr(self, name) for name in ENGINE_SETTINGS}
+        if self.reasoning_parser:  # so that a grammar waits until the reasoning is over
+            settings["engine_args"] = {"reasoning_parser": self.reasoning_parser, **self.engine_args}
         return make_serving(self.model, self.devices, settings, self.tokenizer, self.chat_template)
 
     # -- tokens --------------------------------------------------------------------------------------------
@@ -228,77 +118,85 @@ class ChatPingPong(BaseChatModel):
         """Token ids of a text, by the model's own tokenizer."""
         return self._serving().template.encode(text)
 
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[ToolLike] | None = None
+    ) -> int:
+        """Tokens of the prompt that these messages make, by the model's own template and tokenizer."""
+        prompt = self._render(messages, {"tools": openai_tools(tools)} if tools else {})
+        return len(self.get_token_ids(prompt))
+
+    def _render(self, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> str:
+        """The prompt of a call with these keyword arguments, as text."""
+        given = {name: value for name, value in kwargs.items() if name != "stop"}
+        return self._rendered(messages, terms_of(self._call_settings, None, given))
+
+    def _rendered(self, messages: Sequence[BaseMessage], terms: Terms) -> str:
+        template = self._serving().template
+        if terms.tools and self.tool_parser not in HERMES and not has_place_for_tools(template):
+            raise CallRefused(
+                f"The chat template has no place for tools. They can be described to the model in the Hermes format "
+                f"only, which tool_parser={self.tool_parser!r} does not read: pass chat_template= or another parser."
+            )
+        return render_prompt(template, messages, terms.tools, terms.template_kwargs)
+
+    # -- tools and structured output -----------------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[ToolLike],
+        *,
+        tool_choice: Any = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it can call.
+
+        Args:
+            tools: functions, classes, LangChain tools or schemas.
+            tool_choice: "auto" (the model decides), "any", "required" or True (some tool, enforced by a grammar),
+                "none", or the name of a tool.
+            strict: bind the arguments to their schema also where the model decides whether to call.
+            kwargs: other arguments of a call, for example `parallel_tool_calls=False`.
+
+        Raises:
+            CallRefused: the choice does not fit the tools.
+        """
+        formatted = openai_tools(tools, strict)
+        choice = parse_tool_choice(tool_choice, formatted)
+        return self.bind(tools=formatted, tool_choice=choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any = None,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """The model with answers that are objects of a schema, enforced by a grammar.
+
+        Args:
+            schema: a pydantic class, a TypedDict, or a JSON schema with a title; answers to the first are instances
+                of it, else dicts. "json_mode" can do without.
+            method: "json_schema" answers in JSON of that schema, "function_calling" calls a tool of that schema,
+                "json_mode" answers in any JSON; say in the prompt what it should hold.
+            include_raw: answer with {"raw": message, "parsed": object or None, "parsing_error": error or None}.
+            strict: make every field of the schema required.
+            kwargs: other arguments of a call.
+
+        Raises:
+            CallRefused: the method is unknown, or there is no schema.
+        """
+        return structured_output(self, schema, method, include_raw, strict, **kwargs)
+
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def invoke(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AIMessage:
-        """Answer a prompt."""
-        if rehearsal := REHEARSAL.get():
-            return self._rehearse(rehearsal, input, kwargs)
-        with _calling(config):
-            return super().invoke(input, config, stop=stop, **kwargs)
-
-    async def ainvoke(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AIMessage:
-        """Answer a prompt."""
-        if rehearsal := REHEARSAL.get():
-            return self._rehearse(rehearsal, input, kwargs)
-        with _calling(config):
-            return await super().ainvoke(input, config, stop=stop, **kwargs)
-
-    def stream(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> Iterator[AIMessageChunk]:
-        """Answer a prompt piece by piece."""
-        if rehearsal := REHEARSAL.get():
-            yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
-            return
-        chunks = super().stream(input, config, stop=stop, **kwargs)
-        # Only while the first chunk is made: a generator shares its caller's context, so that what it sets there
-        # would be seen by the caller between chunks.
-        with _calling(config):
-            first = next(chunks)
-        yield first
-        yield from chunks
-
-    async def astream(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[AIMessageChunk]:
-        """Answer a prompt piece by piece."""
-        if rehearsal := REHEARSAL.get():
-            yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
-            return
-        async with aclosing(super().astream(input, config, stop=stop, **kwargs)) as chunks:  # type: ignore[type-var]
-            with _calling(config):
-                first = await anext(chunks)
-            yield first
-            async for chunk in chunks:
-                yield chunk
-
-    def _rehearse(self, rehearsal: Rehearsal, input: LanguageModelInput, kwargs: Mapping[str, Any]) -> AIMessage:
-        return rehearsal.on_call(self, self._convert_input(input).to_messages(), kwargs)
+    def _should_stream(self, *, async_api: bool, run_manager: Any = None, **kwargs: Any) -> bool:
+        """With several answers to a prompt, `invoke` does not stream even where somebody listens to chunks."""
+        if (kwargs.get("n") or self.n or 1) > 1 and not kwargs.get("stream"):
+            return False
+        return super()._should_stream(async_api=async_api, run_manager=run_manager, **kwargs)
 
     def _generate(
         self,
@@ -307,7 +205,7 @@ class ChatPingPong(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return generate_from_stream(self._stream(messages, stop, **kwargs))
+        return to_result(self._chunks(messages, terms_of(self._call_settings, stop, kwargs)))
 
     async def _agenerate(
         self,
@@ -316,7 +214,8 @@ class ChatPingPong(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
+        terms = terms_of(self._call_settings, stop, kwargs)
+        return to_result([each async for each in self._achunks(messages, terms)])
 
     def _stream(
         self,
@@ -325,10 +224,9 @@ class ChatPingPong(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        prepared = self._prepare(messages, stop, kwargs, _CONFIG.get() or ensure_config())
-        with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
-            for delta, certificate in answers:
-                yield self._chunk(delta, certificate)
+        with closing(self._chunks(messages, _single(terms_of(self._call_settings, stop, kwargs)))) as chunks:
+            for _, chunk in chunks:
+                yield chunk
 
     async def _astream(
         self,
@@ -337,37 +235,49 @@ class ChatPingPong(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        config = _CONFIG.get() or ensure_config()
-        # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
-        prepared = await asyncio.to_thread(self._prepare, messages, stop, kwargs, config)
-        async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
-            async for delta, certificate in answers:
-                yield self._chunk(delta, certificate)
+        terms = _single(terms_of(self._call_settings, stop, kwargs))
+        async with aclosing(self._achunks(messages, terms)) as chunks:
+            async for _, chunk in chunks:
+                yield chunk
 
-    def _prepare(
-        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any], config: RunnableConfig
-    ) -> _Prepared:
+    def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
+        prepared = self._prepare(messages, terms, current_config())
+        made = AnswerChunks(self.model or "default")
+        with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
+            for answer in answers:
+                if chunk := made.chunk(*answer):
+                    yield answer[0].index, chunk
+
+    async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
+        # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
+        prepared = await asyncio.to_thread(self._prepare, messages, terms, current_config())
+        made = AnswerChunks(self.model or "default")
+        async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
+            async for answer in answers:
+                if chunk := made.chunk(*answer):
+                    yield answer[0].index, chunk
+
+    def _prepare(self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig) -> _Prepared:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""
-        sampling = self._sampling(stop, kwargs)
         serving = self._serving()
-        asked = to_template_messages(messages)
-        ids = serving.template.prompt_ids(asked)
+        ids = tuple(serving.template.encode(self._rendered(messages, terms)))
         task = running_task(config)
         node = task.site[-1] if task else ""
         limit = serving.context or (serving.pool.engines[0].max_model_len if serving.pool.started else None)
         self._check_length(node, len(ids), limit)
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
+        sampling, read = self._reading(serving, terms, ids)
         request = Request(ids, {"max_tokens": room, **sampling})
         if task is None:
-            return _Prepared(serving, Call(request))
+            return _Prepared(serving, Call(request, read=read))
         if self.overlap == "off" or len(serving.pool.engines) < 2:
             key = CallKey(task.site, push=task.push)
-            return _Prepared(serving, Call(request, key, task.step), task.owner)
+            return _Prepared(serving, Call(request, key, task.step, read=read), task.owner)
         planned = planner_of(serving.pool).begin(
-            task, asked, serving.template, serving.template.render, lambda model, more: self._renderer(model, serving)
+            task, messages, serving.template, partial(self._rendered, terms=terms), partial(_renderer_of, serving)
         )
-        call = Call(request, planned.record.key, task.step, planned.plan, self.defer_downstream)
+        call = Call(request, planned.record.key, task.step, planned.plan, self.defer_downstream, read)
         return _Prepared(serving, call, task.owner, planned)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
@@ -377,58 +287,81 @@ class ChatPingPong(BaseChatModel):
             raise PromptTooLong(f"The prompt {where}has {tokens} tokens, and the model's context holds {limit}.")
         return (limit or tokens + 1) - tokens
 
-    def _sampling(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unknown(kwargs, (*_SAMPLING, *_MORE_SAMPLING), "A call")
-        own = {name: getattr(self, name) for name in _SAMPLING} | {"stop": self.stop}
-        given = {**own, **kwargs} | ({"stop": stop} if stop is not None else {})
-        return {name: value for name, value in given.items() if value is not None}
-
-    def _renderer(self, model: Any, serving: Serving) -> Callable[[Sequence[BaseMessage]], str] | None:
-        """How prompts of another node's model are rendered, if it is served by the same engines."""
-        while isinstance(model, RunnableBinding):
-            model = model.bound
-        if not isinstance(model, ChatPingPong) or model._serving().pool is not serving.pool:
-            return None
-        template = model._serving().template
-        return lambda messages: template.render(to_template_messages(messages))
+    def _reading(self, serving: Serving, terms: Terms, ids: Sequence[int]) -> tuple[Mapping[str, Any], Reader]:
+        """How to sample the answer, and how to take it apart."""
+        if not (terms.tools or self.reasoning_parser):
+            return terms.sampling, all_content
+        expected = Expected(
+            self.tool_parser,
+            self.reasoning_parser,
+            terms.tools,
+            terms.tool_choice,
+            terms.parallel_tool_calls,
+            terms.template_kwargs,
+        )
+        return open_parser(expected, serving.template, ids, terms.sampling)
 
     async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
-        pool = prepared.serving.pool
-        session = session_of(prepared.owner, pool, self._trace)
-        if prepared.planned is not None:
-            prepared.planned.close_with_graph(partial(pool.loop.call_soon, session.close))
-        said: list[str] = []
+        session = prepared.session(self._trace)
+        content: list[str] = []
         answer: str | None = None
         try:
-            async with aclosing(session.answer(prepared.call)) as answers:
-                async for delta, certificate in answers:
-                    said.append(delta.text)
+            async with asyncio.timeout(self.timeout), aclosing(session.answer(prepared.call)) as answers:
+                async for delta, said, certificate in answers:
+                    if delta.index == 0:
+                        content.append(said.content)
                     if certificate is not None:
-                        answer = "".join(said)
+                        answer = "".join(content)
                         prepared.end(answer)  # before the node goes on: its next call draws on this answer
-                    yield delta, certificate
+                    yield delta, said, certificate
+        except TimeoutError as error:
+            raise CallTimedOut(f"The answer was not complete after {self.timeout} s.") from error
         finally:
             if answer is None:
                 prepared.end(None)
 
-    def _chunk(self, delta: Delta, certificate: Certificate | None) -> ChatGenerationChunk:
-        message = AIMessageChunk(content=delta.text)
-        if certificate is not None:
-            message.usage_metadata = _usage(certificate)
-            message.chunk_position = "last"
-            message.response_metadata = {
-                "model_name": self.model or "default",
-                "finish_reason": delta.finish_reason,
-                "pingpong": certificate.to_dict(),
-            }
-        return ChatGenerationChunk(message=message)
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A call, ready for the engine."""
+
+    serving: Serving
+    call: Call
+    owner: object = None
+    planned: PlannedCall | None = None
+
+    def session(self, trace: Trace) -> Session:
+        """The session of the run the call is part of; it ends with the run of the call's graph."""
+        pool = self.serving.pool
+        session = session_of(self.owner, pool, trace)
+        if self.planned is not None:
+            self.planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
+        return session
+
+    def end(self, answer: str | None) -> None:
+        """The call is over; `answer` is its text, None if it did not finish."""
+        if self.planned is not None:
+            self.planned.end(answer)
 
 
-def _usage(certificate: Certificate) -> UsageMetadata:
-    """The call's own tokens; what edges prefilled is in the certificate."""
-    return UsageMetadata(
-        input_tokens=certificate.prompt_tokens,
-        output_tokens=certificate.output_tokens,
-        total_tokens=certificate.prompt_tokens + certificate.output_tokens,
-        input_token_details=InputTokenDetails(cache_read=certificate.cached),
-    )
+def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:
+    """The run of a graph is over. The session is held weakly: waiting for that must not keep the engines alive."""
+    if (alive := session()) is not None:
+        loop.call_soon(alive.close, graph)
+
+
+def _single(terms: Terms) -> Terms:
+    if terms.answers > 1:
+        raise CallRefused(f"One answer can be streamed, not n={terms.answers}.")
+    return terms
+
+
+def _renderer_of(serving: Serving, model: Any, more: Mapping[str, Any]) -> RenderMessages | None:
+    """Renders prompts as another node's model does, with `more` arguments, if it is served by the same engines."""
+    kwargs = dict(more)
+    while isinstance(model, RunnableBinding):
+        kwargs = {**model.kwargs, **kwargs}
+        model = model.bound
+    if not isinstance(model, ChatPingPong) or model._serving().pool is not serving.pool:
+        return None
+    return partial(model._render, kwargs=kwargs)

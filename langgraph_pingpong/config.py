@@ -182,7 +182,7 @@ def context_limit(config: EngineConfig) -> int | None:
         ModelNotFound: the model's config could not be read.
     """
     if (given := config.vllm_args.get("max_model_len")) is not None:
-        return int(given)
+        return given if isinstance(given, int) and given > 0 else None  # vLLM has words for "what fits", too
     from transformers import AutoConfig
 
     try:

@@ -167,7 +167,7 @@ class GrowingPrompt:
         while self._segments:
             head = self._segments[0]
             if isinstance(head, str):
-                self._growing.append(head)
+                self._growing.append(head, rendered=True)
             else:
                 self._take(head.call)
                 if head.call not in self._ended:

@@ -102,7 +102,7 @@ class LoopThread:
         """Run a coroutine on the loop thread and await it from any other loop; cancelling cancels it."""
         remote = self.submit(work)
         try:
-            return await asyncio.shield(asyncio.wrap_future(remote.ended))
+            return await asyncio.shield(_ended(remote))
         except asyncio.CancelledError:
             await _acancel_and_wait(remote)
             raise
@@ -189,4 +189,11 @@ async def _acancel_and_wait(remote: Remote[Any]) -> None:
     if not remote.ended.done():
         remote.cancel()
         with contextlib.suppress(Exception):
-            await asyncio.shield(asyncio.wrap_future(remote.ended))
+            await asyncio.shield(_ended(remote))
+
+
+def _ended(remote: Remote[T]) -> asyncio.Future[T]:
+    """For the caller's loop, which shall not complain of an error if whoever waited was cancelled meanwhile."""
+    ended = asyncio.wrap_future(remote.ended)
+    ended.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return ended

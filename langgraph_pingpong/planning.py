@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from langchain_core.messages import BaseMessage, convert_to_openai_messages
+from langchain_core.messages import BaseMessage, convert_to_messages, convert_to_openai_messages
 
-from langgraph_pingpong.edges.book import CallRecord, Render, RunBook, note_sources
+from langgraph_pingpong.edges.book import CallRecord, RunBook, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
     RunningTask,
     input_of,
@@ -24,11 +24,11 @@ from langgraph_pingpong.edges.langgraph_internals import (
     when_graph_ends,
 )
 from langgraph_pingpong.edges.learned import LearnedEdges
-from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
+from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, RenderMessages, foresee
 from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.streaming_edge import Upcoming
-from langgraph_pingpong.tokens import ChatTemplate, Message, parse_tool_arguments
+from langgraph_pingpong.tokens import ChatTemplate, Message
 
 T = TypeVar("T")
 
@@ -70,7 +70,12 @@ class Planner:
         self._lock = threading.Lock()
 
     def begin(
-        self, task: RunningTask, messages: Sequence[Message], template: ChatTemplate, render: Render, others: RendererOf
+        self,
+        task: RunningTask,
+        messages: Sequence[BaseMessage],
+        template: ChatTemplate,
+        render: RenderMessages,
+        others: RendererOf,
     ) -> PlannedCall:
         """A call begins. Its plan gives the prompts that follow it.
 
@@ -82,7 +87,7 @@ class Planner:
             others: how prompts of other nodes' models are rendered.
         """
         book = self._book(task.owner)
-        record = book.begin(task, messages, render)
+        record = book.begin(task, convert_to_openai_messages(messages), partial(_render_turns, render))
 
         async def plan() -> Sequence[Upcoming]:
             return await in_daemon_thread(lambda: self._upcoming(record, book, template, others), PLAN_WITHIN_S)
@@ -125,17 +130,16 @@ def _upcoming(ahead: Ahead, template: ChatTemplate) -> Upcoming:
     return Upcoming(ahead.key, ahead.step, ahead.source, GrowingPrompt(template, ahead.segments))
 
 
+def _render_turns(render: RenderMessages, turns: Sequence[Message]) -> str:
+    return render(convert_to_messages([dict(turn) for turn in turns]))
+
+
 def planner_of(pool: EnginePool) -> Planner:
     """The planner of a pool; models that share a pool share it."""
     if pool.planner is None:
         pool.planner = Planner()
     planner: Planner = pool.planner
     return planner
-
-
-def to_template_messages(messages: Sequence[BaseMessage]) -> list[Message]:
-    """LangChain's messages in the form that chat templates take."""
-    return [parse_tool_arguments(message) for message in convert_to_openai_messages(messages)]
 
 
 async def in_daemon_thread(work: Callable[[], T], timeout_s: float) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
+    from collections.abc import Callable, Sequence
+    from typing import Any, Self
 
     from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +32,34 @@ class Serving:
     pool: EnginePool
     template: ChatTemplate
     context: int | None
+
+
+class LazyServing:
+    """Makes the engines and the template on first use, once; copies of a model share them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._value: Serving | None = None
+
+    def get(self, make: Callable[[], Serving]) -> Serving:
+        """What was made, or what `make` makes now; made again once its engines are closed."""
+        with self._lock:
+            if self._value is None or self._value.pool.closed:
+                self._value = make()
+            return self._value
+
+    def close(self) -> None:
+        """Shut the engines down if there are any."""
+        with self._lock:
+            if self._value is not None:
+                self._value.pool.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        """Engines do not travel: what is pickled makes its own when it is used."""
+        return type(self), ()
 
 
 def make_serving(

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
@@ -40,7 +40,8 @@ class Call:
     """One call of the model.
 
     `key` says which call of the graph it is and `step` the superstep; outside a graph they are None and 0.
-    `plan` gives the calls expected next; with `defer` their prefill waits for this call's first token.
+    `plan` gives the calls expected next; with `defer` their prefill waits for this call's first token. `read` takes
+    the answer apart: only its content is passed on to them.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Call:
     step: int = 0
     plan: Plan | None = None
     defer: bool = True
+    read: Reader = all_content
 
     @property
     def node(self) -> str:
@@ -143,8 +145,8 @@ class Session:
     _said: OrderedDict[CallKey, list[str]] = field(default_factory=OrderedDict)
     _ended: set[CallKey] = field(default_factory=set)
 
-    async def answer(self, call: Call) -> AsyncGenerator[tuple[Delta, Certificate | None]]:
-        """Stream the answer to a call; the certificate comes with the last delta.
+    async def answer(self, call: Call) -> AsyncGenerator[tuple[Delta, Said, Certificate | None]]:
+        """Stream the answer to a call, also taken apart; the certificate comes with the last delta.
 
         Raises:
             EngineError: the engine that answers failed.
@@ -162,11 +164,13 @@ class Session:
                 await edge.stopped()
             async with aclosing(self._generate(call, lease, prefilled, since)) as deltas:
                 async for delta, certificate in deltas:
-                    outgoing.feed(delta.text)
+                    said = call.read(delta)
+                    if delta.index == 0:  # of several answers to one prompt, LangChain's invoke returns the first
+                        outgoing.feed(said.content)
                     if certificate:
                         finished = True
                         self._last_finish = time.monotonic()
-                    yield delta, certificate
+                    yield delta, said, certificate
         finally:
             lease.release()
             await outgoing.close(finished)
@@ -178,7 +182,7 @@ class Session:
         device, ids = lease.engine.device, call.request.prompt_token_ids
         self.emit("generate.started", call.node, device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
         seen: tuple[int, ...] | None = None
-        cached, said, ttft_ms = 0, 0, 0.0
+        cached, said, ttft_ms, unfinished = 0, 0, 0.0, call.request.sampling.get("n", 1)
         async with aclosing(lease.engine.generate(call.request)) as deltas:
             async for delta in deltas:
                 if seen is None:
@@ -186,7 +190,8 @@ class Session:
                     ttft_ms = _ms_since(since)
                     self.emit("first_token", call.node, device, ttft_ms=ttft_ms, cached=cached)
                 said += len(delta.token_ids)
-                if delta.finish_reason is None:
+                unfinished -= delta.finish_reason is not None
+                if unfinished:
                     yield delta, None
                     continue
                 certificate = Certificate(

@@ -6,15 +6,18 @@ an upstream speaks, only ids that no later text can change are given out (`Growi
 
 from __future__ import annotations
 
-import bisect
+import contextlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
 from langgraph_pingpong.errors import ModelNotFound, NoChatTemplate, TemplateRefused
+from langgraph_pingpong.growing import HARD_TEXT, GrowingIds, growing_kind
+from langgraph_pingpong.segments import MARKER_BREAK, take_apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,12 +25,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """A message in OpenAI's form: role, content, and for tool turns tool_calls or tool_call_id."""
 
-HELD_PRETOKENS = 2
-"""Younger pre-tokens that must stand behind a token before it is final.
+Starts = tuple[frozenset[str], int]
 
-One is not enough for GPT-2's rule of contractions (`it'l` + `l`); two held over 300,000 cuts of real and hostile
-text in six tokenizers.
-"""
+_BREAKS = re.compile(f"{MARKER_BREAK}({MARKER_BREAK}?)")
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -45,57 +45,133 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 class ChatTemplate:
-    """A model's chat template and tokenizer."""
+    """A model's chat template and tokenizer.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+    With `escape_markers` no text inside a message or tool becomes a marker such as `<|im_end|>`, however it is
+    spelled: it is encoded as plain text. Markers are the tokenizer's special tokens; its other added tokens, such
+    as `<think>` for Qwen 3, are text. It takes a fast tokenizer that can write a marker as plain text: with others
+    `escape_markers` is False afterwards. Without it markers count wherever they stand, as on vLLM's server.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, *, escape_markers: bool = True
+    ) -> None:
         """Use `chat_template` (Jinja) in place of the tokenizer's own where given.
 
         Raises:
             NoChatTemplate: there is neither.
         """
-        self.tokenizer = tokenizer
-        self._template = chat_template or tokenizer.chat_template
-        if not self._template:
+        if not (chat_template or tokenizer.chat_template):
             raise NoChatTemplate(f"The tokenizer of {tokenizer.name_or_path!r} has no chat template.")
+        self.tokenizer = tokenizer
+        self._template = chat_template
         added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
-        self._marker_starts = frozenset(marker[:end] for marker in added for end in range(1, len(marker)))
-        self._longest_start = max(map(len, self._marker_starts), default=0)
+        self._added_starts = _starts(added)
+        self.segments = take_apart(tokenizer)
+        self._marker_starts = _starts(self.segments.marker_texts if self.segments else ())
+        self.escape_markers = escape_markers and self.segments is not None and self.segments.spells_markers
+        if self.escape_markers and self.encode(self.hard_text) != self._encode_whole(self.hard_text):
+            self.segments, self.escape_markers = None, False
+        self._growing_kind = growing_kind(self)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+    ) -> str:
         """The prompt as text, ending where the answer begins.
+
+        `template_kwargs` are the template's own, such as enable_thinking; with continue_final_message=True the
+        text ends with the last message, left open. Text that spells a marker has a `MARKER_BREAK` in it.
 
         Raises:
             TemplateRefused: the template refused the messages.
         """
         try:
-            return self.tokenizer.apply_chat_template(  # type: ignore[return-value]
-                [dict(message) for message in messages],
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
+            return self._apply(messages, tools, template_kwargs)
         except TemplateError as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise TemplateRefused(f"The chat template refused the messages (roles: {roles}): {error}") from error
+            order = self._refused_order(messages, tools, template_kwargs)
+            raise TemplateRefused(f"The chat template refused {order}: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise TemplateRefused(f"The chat template failed on {_roles(messages)}: {error}") from error
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any]
+    ) -> str:
+        rendered: str = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
+            [self._escaped(dict(message)) for message in messages],
+            tools=self._escaped(list(tools)) if tools else None,
+            chat_template=self._template,
+            tokenize=False,
+            **{"add_generation_prompt": not kwargs.get("continue_final_message"), **kwargs},
+        )
+        return rendered
+
+    def _refused_order(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any]
+    ) -> str:
+        """The first message that is too much and the one before it, where a beginning is accepted; else all."""
+        for count in range(len(messages) - 1, 0, -1):
+            with contextlib.suppress(TemplateError, TypeError, ValueError):
+                self._apply(messages[:count], tools, kwargs)
+                last, refused = messages[count - 1].get("role"), messages[count].get("role")
+                return f"message {count + 1} ({refused}) after message {count} ({last}) in {_roles(messages)}"
+        return _roles(messages)
+
+    def _escaped(self, value: Any) -> Any:
+        """Break up the markers in every text of a message or tool."""
+        if isinstance(value, str):
+            return self.escape(value)
+        if isinstance(value, Mapping):
+            return {self._escaped(key): self._escaped(part) for key, part in value.items()}
+        return [self._escaped(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def escape(self, text: str) -> str:
+        """User-supplied text with its markers broken up, also one that it may form with text that follows."""
+        if not self.escape_markers or self.segments is None:
+            return text
+        text = text.replace(MARKER_BREAK, MARKER_BREAK * 2)
+        while markers := [marker.start for marker in self.segments.markers(text) if marker.stop - marker.start > 1]:
+            text = _broken(text, markers)
+        opened = self.opens_marker(text)
+        return _broken(text, [len(text) - opened]) if opened else text
+
+    def opens_marker(self, text: str) -> int:
+        """How many characters at the end of `text` are the beginning of a marker."""
+        return _open_end(text, self._marker_starts)
+
+    def unescape(self, text: str) -> str:
+        """A piece of rendered text between two markers, with what `escape` did to it undone."""
+        return _BREAKS.sub(r"\1", text) if self.escape_markers and MARKER_BREAK in text else text
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text. The template writes its own start token, so none is added here."""
+        if not self.escape_markers or self.segments is None:
+            return self._encode_whole(text)
+        growing = GrowingIds(self, text)
+        return growing.ids + growing.rest()
+
+    def _encode_whole(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of the full prompt.
+    @property
+    def hard_text(self) -> str:
+        """A short text with markers that is hard to take apart."""
+        markers = self.segments.marker_texts[:8] if self.segments else []
+        return "".join(f"{marker} it's  {marker}\n" for marker in markers) + HARD_TEXT
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+    ) -> tuple[int, ...]:
+        """Token ids of the full prompt; the arguments are those of `render`.
 
         Raises:
             TemplateRefused: the template refused the messages.
         """
-        return tuple(self.encode(self.render(messages)))
+        return tuple(self.encode(self.render(messages, tools, **template_kwargs)))
 
     def growing(self, text: str = "") -> GrowingIds:
-        """Token ids of a text that starts with `text` and goes on."""
-        growing = GrowingIds(self)
-        growing.append(text)
-        return growing
+        """Token ids of a text that starts with `text`, which was rendered, and goes on with what a model says."""
+        return self._growing_kind(self, text)
 
     def unsettled_from(self, text: str) -> int:
         """Where the end of `text` begins that later text may still fuse with, as an index into `text`.
@@ -104,55 +180,29 @@ class ChatTemplate:
         and the beginning of an added token such as `<|im_end|>`.
         """
         settled = len(text.rstrip().rstrip("\N{REPLACEMENT CHARACTER}"))
-        for length in range(min(self._longest_start, len(text)), 0, -1):
-            if text[-length:] in self._marker_starts:
-                return min(settled, len(text) - length)
-        return settled
+        return min(settled, len(text) - _open_end(text, self._added_starts))
 
 
-class GrowingIds:
-    """The token ids of a growing text that no later text can change.
-
-    Only the tail that is not final yet is encoded again when text comes in, so a piece costs the same at any
-    length. That is exact because pre-tokenizers look forward only: a tail that starts at a pre-token is split the
-    way it is split within the whole text.
-    """
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._tail = ""
-        self.ids: list[int] = []
-        """The final ids so far."""
-
-    def append(self, text: str) -> int:
-        """Add text; returns how many ids became final."""
-        self._tail += text
-        encoding = self._template.tokenizer(
-            self._tail, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
-        )
-        starts = _pretoken_starts(encoding)
-        limit = self._template.unsettled_from(self._tail)
-        final = bisect.bisect_right(starts.characters, limit) - 1 - HELD_PRETOKENS
-        if final <= 0:
-            return 0
-        count = starts.tokens[final]
-        self.ids.extend(encoding["input_ids"][:count])
-        self._tail = self._tail[starts.characters[final] :]
-        return count
+def _starts(texts: Iterable[str]) -> Starts:
+    """Every proper beginning of the texts, and the length of the longest."""
+    starts = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+    return starts, max(map(len, starts), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Starts:
-    """Where each pre-token starts: as a token index and as a character index."""
-
-    tokens: list[int]
-    characters: list[int]
+def _open_end(text: str, starts: Starts) -> int:
+    """The length of the longest of the beginnings that `text` ends with."""
+    lengths = range(min(starts[1], len(text)), 0, -1)
+    return next((length for length in lengths if text[-length:] in starts[0]), 0)
 
 
-def _pretoken_starts(encoding: Any) -> _Starts:
-    words, offsets = encoding.word_ids(), encoding["offset_mapping"]
-    tokens = [i for i in range(len(words)) if i == 0 or words[i] is None or words[i] != words[i - 1]]
-    return _Starts(tokens, [offsets[i][0] for i in tokens])
+def _broken(text: str, starts: Sequence[int]) -> str:
+    """Text with a break behind the first character of each marker that starts at one of these places."""
+    cuts = [0, *(start + 1 for start in starts), len(text)]
+    return MARKER_BREAK.join(text[begin:end] for begin, end in itertools.pairwise(cuts))
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return f"the messages (roles: {', '.join(str(message.get('role')) for message in messages)})"
 
 
 def parse_tool_arguments(message: Message) -> Message:

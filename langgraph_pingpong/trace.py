@@ -74,6 +74,10 @@ class Trace:
         """Whoever listens to a model hears its copies too."""
         return self
 
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        """Whoever listens stays in this process."""
+        return type(self), ()
+
 
 def _hand_over(event: Event, sink: Sink) -> None:
     try:

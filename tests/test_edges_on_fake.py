@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 THREE = ("writer", "critic", "editor")
 TASK = {"task": "Say what a tide pool is."}
-NO_LATER_S = 0.5
-"""How much longer than without edges a run may take, in seconds: far above the noise of a busy machine."""
+NO_LATER_S = 1.5
+"""How much longer than without edges a run may take, in seconds: far above the noise of a busy machine, below what a wait costs."""
 
 
 INSTANT = {"time_scale": 0.0}

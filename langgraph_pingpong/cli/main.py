@@ -19,12 +19,13 @@ from rich.text import Text
 from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
 from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
 from langgraph_pingpong.cli.screen import Screen
-from langgraph_pingpong.config import default_devices
 from langgraph_pingpong.errors import ConfigError, PingPongError
 from langgraph_pingpong.trace import JsonLines
 
 if TYPE_CHECKING:
     from langgraph_pingpong.chat_model import ChatPingPong
+    from langgraph_pingpong.pool import EnginePool
+    from langgraph_pingpong.serving import Serving
     from langgraph_pingpong.trace import Sink
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -107,16 +108,8 @@ def run(  # noqa: PLR0913 - a parameter for each option
 
     With --compare the exit code is 1 if any prompt differs between the runs.
     """
-    engines = {
-        "model": model,
-        "devices": devices.split(",") if devices else list(default_devices()),
-        "temperature": temperature,
-        "seed": seed,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "defer_downstream": defer,
-    }
+    engines = {"dtype": dtype, "max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
+    calls = {"temperature": temperature, "seed": seed, "defer_downstream": defer}
     modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
     console = Console()
     with _plain_errors(), ExitStack() as stack:
@@ -126,7 +119,9 @@ def run(  # noqa: PLR0913 - a parameter for each option
         build = load_build(graph)
         options = parse_options(build, settings or [])
         lines = stack.enter_context(closing(_open_trace(trace))) if trace else None
-        runner = _Runner(stack.enter_context(closing(_make_model(engines))), console, lines)
+        serving = _serve(model, devices, engines)
+        stack.callback(serving.pool.close)
+        runner = _Runner(serving.pool, _make_model(model, serving, calls), console, lines)
         runs = runner.run(lambda copy: build_graph(build, copy, options), given, modes)
     _report(runs, console, sampled=temperature > 0 and seed is None)
 
@@ -144,10 +139,17 @@ def _plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _make_model(settings: dict[str, Any]) -> ChatPingPong:
-    from langgraph_pingpong.chat_model import ChatPingPong  # takes a second to import, which --help need not wait
+def _serve(model: str | None, devices: str | None, engines: dict[str, Any]) -> Serving:
+    from langgraph_pingpong.serving import make_serving  # here, as below: --help need not wait for such imports
 
-    return ChatPingPong(**settings)
+    return make_serving(model, devices.split(",") if devices else None, engines)
+
+
+def _make_model(model: str | None, serving: Serving, calls: dict[str, Any]) -> ChatPingPong:
+    """A model on a pool of its own: unlike a model's own engines, a pool that is closed stays closed."""
+    from langgraph_pingpong.chat_model import ChatPingPong
+
+    return ChatPingPong(model=model, pool=serving.pool, tokenizer=serving.template.tokenizer, **calls)
 
 
 def _open_trace(path: Path) -> JsonLines:
@@ -161,6 +163,7 @@ def _open_trace(path: Path) -> JsonLines:
 class _Runner:
     """Runs graphs on the engines of one model, one after the other, each from a cold cache."""
 
+    pool: EnginePool
     model: ChatPingPong
     console: Console
     lines: JsonLines | None
@@ -169,18 +172,19 @@ class _Runner:
         """One run for each mode."""
         # Before the engines start: what is wrong with the graph shows at once.
         graphs = [build(self.model.model_copy(update={"overlap": mode})) for mode in modes]
-        self._start(", ".join(self.model.devices or ()))
+        self._start()
         return [self._run_once(graph, given, mode) for graph, mode in zip(graphs, modes, strict=True)]
 
-    def _start(self, devices: str) -> None:
+    def _start(self) -> None:
         # Plain lines: vLLM's processes write to the terminal meanwhile, and would tear anything that moves.
+        devices = ", ".join(engine.device for engine in self.pool.engines)
         self.console.print(f"Starting the engines on {devices} ...", highlight=False)
         started = time.monotonic()
-        self.model.start()
+        self.pool.start()
         self.console.print(f"Ready after {time.monotonic() - started:.0f} s.\n", highlight=False)
 
     def _run_once(self, graph: Any, given: dict[str, str], overlap: Overlap) -> Run:
-        self.model.reset_prefix_cache()
+        self.pool.reset_prefix_cache()
         run, screen = Run(overlap), Screen(self.console, self.model.get_num_tokens)
         sinks: list[Sink] = [run, screen, *([_naming(overlap, self.lines)] if self.lines else [])]
         self.console.rule(f"overlap {overlap}", align="left", style="dim")
@@ -205,7 +209,7 @@ class _Runner:
                     state = item
         except asyncio.CancelledError:
             # An interrupt cancels this task, but not the threads of sync nodes: their calls end with the engines.
-            await asyncio.to_thread(self.model.close)
+            await asyncio.to_thread(self.pool.close)
             raise
         return state, (time.monotonic() - started) * 1000
 

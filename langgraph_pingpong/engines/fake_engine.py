@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -177,30 +177,46 @@ class FakeEngine:
         reply = self.reply(self.tokenizer.decode(list(request.prompt_token_ids)))
         if not isinstance(reply, str):
             return list(reply)
+        each = self._token_by_token(reply, request)
+        count = request.sampling.get("n", 1)
+        return [replace(delta, index=index) for delta in each for index in range(count)]
+
+    def _token_by_token(self, text: str, request: Request) -> list[Delta]:
+        """One delta a token. Text that may become a stop string is held back, as vLLM does."""
         limit = request.sampling.get("max_tokens") or self.max_model_len
-        stops = [cut for stop in request.sampling.get("stop") or () if (cut := reply.find(stop)) >= 0]
-        text = reply[: min(stops)] if stops else reply
-        return self._token_by_token(text, limit)
-
-    def _token_by_token(self, text: str, limit: int) -> list[Delta]:
+        stops = request.sampling.get("stop") or ()
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        reason = "length" if len(ids) > limit else "stop"
-        deltas, shown = [], ""
+        held = max(map(len, stops), default=1) - 1
+        deltas: list[Delta] = []
+        shown = 0
         for count in range(1, min(len(ids), limit) + 1):
-            whole = self.tokenizer.decode(ids[:count])
-            piece = "" if whole.endswith("\N{REPLACEMENT CHARACTER}") else whole[len(shown) :]
-            shown += piece
-            deltas.append(Delta(piece, (ids[count - 1],)))
-        return [*deltas[:-1], _merge(deltas[-1] if deltas else Delta(), Delta(finish_reason=reason))]
+            said = self.tokenizer.decode(ids[:count]).rstrip("\N{REPLACEMENT CHARACTER}")
+            if hit := min(((said.find(stop), stop) for stop in stops if stop in said), default=None):
+                return [*deltas, self._delta(said[shown : hit[0]], ids[count - 1], request, "stop", hit[1])]
+            last = count == min(len(ids), limit)
+            end = len(said) if last else max(shown, len(said) - held)
+            reason = ("length" if len(ids) > limit else "stop") if last else None
+            deltas.append(self._delta(said[shown:end], ids[count - 1], request, reason))
+            shown = end
+        return deltas or [Delta(finish_reason="stop")]
+
+    def _delta(
+        self, text: str, token_id: int, request: Request, reason: str | None, stop_reason: str | None = None
+    ) -> Delta:
+        likeliest = request.sampling.get("logprobs")
+        logprobs = () if likeliest is None else (self._logprob(token_id, likeliest),)
+        return Delta(text, (token_id,), reason, stop_reason, logprobs=logprobs)
+
+    def _logprob(self, token_id: int, likeliest: int) -> TokenLogprob:
+        """The token that is said is certain; the ids after it are made to look next likely."""
+        tokens = [self.tokenizer.decode([token_id + step]) for step in range(likeliest)]
+        return TokenLogprob(
+            self.tokenizer.decode([token_id]), 0.0, tuple((token, -10.0 * rank) for rank, token in enumerate(tokens))
+        )
 
 
-def _merge(a: Delta, b: Delta) -> Delta:
-    """One delta that says what `a` and `b` say."""
-    return Delta(
-        a.text + b.text,
-        a.token_ids + b.token_ids,
-        a.finish_reason or b.finish_reason,
-        a.stop_reason or b.stop_reason,
-        a.prompt_token_ids or b.prompt_token_ids,
-        a.num_cached_tokens if a.num_cached_tokens is not None else b.num_cached_tokens,
-    )
+def _merge(prompt: Delta, delta: Delta) -> Delta:
+    """The delta with what the first one says of the prompt."""
+    if prompt.prompt_token_ids is None:
+        return delta
+    return replace(delta, prompt_token_ids=prompt.prompt_token_ids, num_cached_tokens=prompt.num_cached_tokens)

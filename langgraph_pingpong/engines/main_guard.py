@@ -41,7 +41,7 @@ def check_main_guard() -> None:
 
 def _runs_a_package(main: ModuleType) -> bool:
     """Whether it is `python -m package`: spawn does not import a `__main__` of that kind."""
-    name = getattr(main.__spec__, "name", "")
+    name = getattr(getattr(main, "__spec__", None), "name", "")
     return name == "__main__" or name.endswith(".__main__")
 
 

@@ -1,4 +1,4 @@
-"""Stock vLLM in this process: one `AsyncLLM` on one device. The only module that imports vLLM."""
+"""Stock vLLM in this process: one `AsyncLLM` on one device. Only this module and vllm_parsers.py import vLLM."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, refuse_unknown
-from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.errors import (
+    CallRefused,
     EngineDead,
     EngineNotInstalled,
     EngineStartFailed,
@@ -26,7 +27,7 @@ from langgraph_pingpong.errors import (
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 1 << 30
@@ -145,13 +146,15 @@ class VllmEngine:
         """Stream the answer; closing the iterator early aborts the request.
 
         Raises:
+            CallRefused: vLLM cannot do what the request asks for.
             EngineDead: the engine's process ended.
         """
-        first = True
+        first, likeliest = True, request.sampling.get("logprobs") or 0
         async with aclosing(self._outputs(request)) as outputs:
             async for output in outputs:
-                yield _to_delta(output, first)
-                first = False
+                for answer in output.outputs:
+                    yield _to_delta(output, answer, first, likeliest)
+                    first = False
 
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
@@ -167,6 +170,7 @@ class VllmEngine:
         await self._engine.reset_prefix_cache()
 
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
@@ -179,18 +183,22 @@ class VllmEngine:
                     yield output
         except EngineDeadError as error:
             raise EngineDead(f"The engine on {self.device} died.") from error
+        except (ValueError, VLLMValidationError) as error:
+            raise CallRefused(f"vLLM refused the call: {error}") from error
         finally:
             self._running.discard(request.request_id)
 
     def _params(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        return SamplingParams(**{**self._defaults, **request.sampling, "output_kind": RequestOutputKind.DELTA})
+        sampling = {**self._defaults, **request.sampling, "output_kind": RequestOutputKind.DELTA}
+        if constraint := sampling.get("structured_outputs"):
+            sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
+        return SamplingParams(**sampling)
 
 
-def _to_delta(output: RequestOutput, first: bool) -> Delta:
-    answer = output.outputs[0]
+def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, likeliest: int) -> Delta:
     return Delta(
         answer.text,
         tuple(answer.token_ids),
@@ -198,7 +206,19 @@ def _to_delta(output: RequestOutput, first: bool) -> Delta:
         answer.stop_reason,
         tuple(output.prompt_token_ids or ()) if first else None,
         output.num_cached_tokens if first else None,
+        answer.index,
+        tuple(_to_logprobs(answer, likeliest)),
     )
+
+
+def _to_logprobs(answer: CompletionOutput, likeliest: int) -> Iterator[TokenLogprob]:
+    """For each token vLLM has one table of the sampled token and the likeliest ones; ranks start at 1."""
+    for token_id, table in zip(answer.token_ids, answer.logprobs or (), strict=False):
+        if table is None:
+            continue
+        ranked = sorted(table.values(), key=lambda each: each.rank or 0)[:likeliest]
+        top = tuple((each.decoded_token or "", each.logprob) for each in ranked)
+        yield TokenLogprob(table[token_id].decoded_token or "", table[token_id].logprob, top)
 
 
 def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:
@@ -239,6 +259,11 @@ def weight_bytes(config: EngineConfig) -> int:
     """Size of one copy of the weights in memory; 0 where the model is not in a local folder."""
     stored = sum(file.stat().st_size for file in _weight_files(Path(config.model)))
     return stored * 2 if config.dtype == "float32" else stored
+
+
+def quiet_vllm() -> AbstractContextManager[None]:
+    """Import vLLM within this: it reads settings from the environment, such as what to log."""
+    return _environment(_ENVIRONMENT)
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:

@@ -12,7 +12,7 @@ from langgraph.types import Command
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node
-from tests.graph_gallery.scene import Scene, Texts, ask, scenario, tasks
+from tests.graph_gallery.scene import Scene, Texts, ask, failing_with, scenario, tasks
 
 
 def speaker(model: ChatPingPong, role: str, reads: str, writes: str, effects: list[str]) -> Any:
@@ -195,8 +195,9 @@ def recursion_limit_hit(model: ChatPingPong) -> Scene:
     builder = StateGraph(Texts).add_node("writer", speaker(model, "writer", "task", "draft", effects))
     builder.add_node("critic", speaker(model, "critic", "draft", "task", effects))
     builder.add_edge(START, "writer").add_edge("writer", "critic").add_edge("critic", "writer")
-    graph = builder.compile().with_config(recursion_limit=3)
-    return Scene(graph, tasks(), effects, raises=GraphRecursionError)
+    return Scene(
+        builder.compile(), tasks(), effects, config={"recursion_limit": 3}, story=failing_with(GraphRecursionError)
+    )
 
 
 @scenario("writer -> writer -> ... until two steps are left")
@@ -211,4 +212,4 @@ def remaining_steps(model: ChatPingPong) -> Scene:
 
     builder = StateGraph(Revisions).add_node("writer", writer).add_edge(START, "writer")
     builder.add_conditional_edges("writer", lambda state: END if state["left"] <= 2 else "writer")
-    return Scene(builder.compile().with_config(recursion_limit=5), tasks(), effects)
+    return Scene(builder.compile(), tasks(), effects, config={"recursion_limit": 5})

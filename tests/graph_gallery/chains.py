@@ -1,11 +1,10 @@
-"""Nodes one after the other: every way in which a node can call the model, and what it may do with the answer."""
+"""Nodes one after the other: functions, sequences and declared nodes, and what they do with the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from langchain_core.messages import HumanMessage, SystemMessage
@@ -91,7 +90,9 @@ def lcel_as_nodes(model: ChatPingPong) -> Scene:
         prompt = ChatPromptTemplate.from_messages([("system", f"You are the {role}."), ("human", f"Text: {{{reads}}}")])
         return prompt | model | StrOutputParser() | RunnableLambda(lambda text: {writes: text})
 
-    return Scene(chain(("writer", node("writer", "task", "draft")), ("critic", node("critic", "draft", "notes"))), tasks())
+    return Scene(
+        chain(("writer", node("writer", "task", "draft")), ("critic", node("critic", "draft", "notes"))), tasks()
+    )
 
 
 @scenario("writer -> critic", dry_run=("critic",))
@@ -122,8 +123,8 @@ def lcel_inside_functions(model: ChatPingPong) -> Scene:
 
 
 def talk_inputs() -> list[dict[str, Any]]:
-    """Message histories for three rounds."""
-    return [{"messages": [HumanMessage(task["task"])]} for task in tasks()]
+    """Message histories for three rounds. The ids are given, since LangGraph would add them to the messages later."""
+    return [{"messages": [HumanMessage(task["task"], id="asked")]} for task in tasks()]
 
 
 @scenario("writer -> critic -> editor", dry_run=("critic", "editor"))
@@ -151,23 +152,6 @@ def message_placeholder(model: ChatPingPong) -> Scene:
 
     builder = StateGraph(MessagesState).add_sequence([(role, node(role)) for role in ("writer", "critic")])
     return Scene(builder.add_edge(START, "writer").compile(), talk_inputs())
-
-
-@scenario("writer (2 calls) -> critic (2 calls)")
-def several_calls_in_a_node(model: ChatPingPong) -> Scene:
-    """Nodes that call the model twice, the second time with the first answer."""
-    effects: list[str] = []
-
-    def twice(role: str, reads: str, writes: str) -> Any:
-        def node(state: Texts) -> dict[str, str]:
-            effects.append(role)
-            first = model.invoke(ask(role, state[reads])).text
-            return {writes: model.invoke(ask(f"second {role}", f"{state[reads]}\n{first}")).text}
-
-        return node
-
-    nodes = ("writer", twice("writer", "task", "draft")), ("critic", twice("critic", "draft", "notes"))
-    return Scene(chain(*nodes), tasks(), effects)
 
 
 @scenario("writer -> critic (calls or not) -> editor (never calls)")
@@ -207,12 +191,18 @@ def formatters_between(model: ChatPingPong) -> Scene:
         effects.append("layout again")
         return {"notes": "\n".join(f"- {word}" for word in state["notes"].split())}
 
-    nodes = ("writer", speak("writer", "task", "draft")), ("layout", layout), ("critic", speak("critic", "plan", "notes"))
+    nodes = (
+        ("writer", speak("writer", "task", "draft")),
+        ("layout", layout),
+        ("critic", speak("critic", "plan", "notes")),
+    )
     more = ("layout again", layout_again), ("editor", speak("editor", "notes", "final"))
     return Scene(chain(*nodes, *more), tasks(), effects)
 
 
-@scenario("writer -> critic -> editor", replies={"the writer": "tide and POOL\nsecond line  \n", "the critic": " Crab. "})
+@scenario(
+    "writer -> critic -> editor", replies={"the writer": "tide and POOL\nsecond line  \n", "the critic": " Crab. "}
+)
 def transformed_answers(model: ChatPingPong) -> Scene:
     """Nodes that store their answer in capitals, its first line, or stripped and framed."""
 
@@ -230,7 +220,9 @@ def transformed_answers(model: ChatPingPong) -> Scene:
     return Scene(chain(("writer", writer), ("critic", critic), ("editor", editor)), tasks())
 
 
-@scenario("writer (json) -> critic -> editor (json.dumps)", replies={"the writer": '{"title": "Tide", "points": ["a", "b"]}'})
+@scenario(
+    "writer (json) -> critic -> editor (json.dumps)", replies={"the writer": '{"title": "Tide", "points": ["a", "b"]}'}
+)
 def json_answers(model: ChatPingPong) -> Scene:
     """A node that parses the answer as JSON, and one that quotes the next answer as JSON."""
 
@@ -262,42 +254,6 @@ def not_what_was_streamed(model: ChatPingPong) -> Scene:
     return Scene(chain(("writer", writer), ("critic", critic)), tasks(), effects)
 
 
-@scenario("writer (stream) -> critic (stream)")
-def stream_inside_nodes(model: ChatPingPong) -> Scene:
-    """Nodes that read the answer chunk by chunk."""
-
-    def writer(state: Texts) -> Texts:
-        return {"draft": "".join(chunk.text for chunk in model.stream(ask("writer", state["task"])))}
-
-    def critic(state: Texts) -> Texts:
-        whole = None
-        for chunk in model.stream(ask("critic", state["draft"])):
-            whole = chunk if whole is None else whole + chunk
-        return {"notes": whole.text if whole else ""}
-
-    return Scene(chain(("writer", writer), ("critic", critic)), tasks())
-
-
-@scenario("writer (astream) -> critic (astream, stops early)")
-def astream_inside_nodes(model: ChatPingPong) -> Scene:
-    """Nodes that read the answer with `async for`; the second one has enough after five chunks."""
-
-    async def writer(state: Texts) -> Texts:
-        return {"draft": "".join([chunk.text async for chunk in model.astream(ask("writer", state["task"]))])}
-
-    async def critic(state: Texts) -> Texts:
-        read: list[str] = []
-        stream = model.astream(ask("critic", state["draft"]))
-        async for chunk in stream:
-            read.append(chunk.text)
-            if len(read) == 5:
-                break
-        await stream.aclose()  # type: ignore[attr-defined]
-        return {"notes": "".join(read)}
-
-    return Scene(chain(("writer", writer), ("critic", critic)), tasks(), ways=ASYNC_WAYS)
-
-
 @scenario("planner -> writer -> critic", declared=("writer", "critic"))
 def declared_nodes(model: ChatPingPong) -> Scene:
     """`agent_node` three times, over a prompt template, a function, and the answer's message."""
@@ -306,7 +262,9 @@ def declared_nodes(model: ChatPingPong) -> Scene:
         return ask("critic", state["draft"])
 
     plan = ChatPromptTemplate.from_messages([("system", "You are the planner."), ("human", "{task}")])
-    write = ChatPromptTemplate.from_messages([("system", "You are the writer."), ("human", "Plan: {plan}\nTask: {task}")])
+    write = ChatPromptTemplate.from_messages(
+        [("system", "You are the writer."), ("human", "Plan: {plan}\nTask: {task}")]
+    )
     planner = agent_node(model, prompt=plan, writes="plan")
     writer = agent_node(model, prompt=write, writes=lambda answer: {"draft": answer.text.strip()})
     critic = agent_node(model, prompt=critic_prompt, writes="notes")
@@ -323,25 +281,12 @@ def declared_and_plain_nodes(model: ChatPingPong) -> Scene:
     def writer(state: Texts) -> Texts:
         return {"draft": model.invoke(ask("writer", state["plan"])).text}
 
-    nodes = ("planner", node("planner", "task", "plan")), ("writer", writer), ("critic", node("critic", "draft", "notes"))
+    nodes = (
+        ("planner", node("planner", "task", "plan")),
+        ("writer", writer),
+        ("critic", node("critic", "draft", "notes")),
+    )
     return Scene(chain(*nodes, ("editor", node("editor", "notes", "final"))), tasks())
-
-
-@scenario("writer (stop) -> critic (max_tokens) -> editor (seed)")
-def bound_settings(model: ChatPingPong) -> Scene:
-    """`bind` and call arguments: a stop text, a limit, a seed."""
-    short = model.bind(max_tokens=12)
-
-    def writer(state: Texts) -> Texts:
-        return {"draft": model.invoke(ask("writer", state["task"]), stop=["m", "ta"]).text}
-
-    def critic(state: Texts) -> Texts:
-        return {"notes": short.invoke(ask("critic", state["draft"])).text}
-
-    def editor(state: Texts) -> Texts:
-        return {"final": model.invoke(ask("editor", state["notes"]), temperature=0.0, seed=7).text}
-
-    return Scene(chain(("writer", writer), ("critic", critic), ("editor", editor)), tasks())
 
 
 @scenario("writer -> critic -> editor")
@@ -365,80 +310,3 @@ def partials_and_objects(model: ChatPingPong) -> Scene:
     critic = Critic()
     nodes = ("writer", functools.partial(write, "plain")), ("critic", critic), ("editor", critic.edit)
     return Scene(chain(*nodes), tasks(), effects)
-
-
-@scenario("writer (2 prompts at once) -> critic", parallel=True)
-def model_batch_in_a_node(model: ChatPingPong) -> Scene:
-    """`model.batch` within a node."""
-    effects: list[str] = []
-
-    def writer(state: Texts) -> Texts:
-        effects.append("writer")
-        first, second = model.batch([ask("writer", state["task"]), ask("second writer", state["task"])])
-        return {"draft": f"{first.text}\n{second.text}"}
-
-    def critic(state: Texts) -> Texts:
-        return {"notes": model.invoke(ask("critic", state["draft"])).text}
-
-    return Scene(chain(("writer", writer), ("critic", critic)), tasks(), effects)
-
-
-@scenario("writer (2 awaits at once) -> critic", parallel=True)
-def gather_in_a_node(model: ChatPingPong) -> Scene:
-    """`asyncio.gather` over two calls within a node, and `abatch` in the next."""
-
-    async def writer(state: Texts) -> Texts:
-        calls = [model.ainvoke(ask(role, state["task"])) for role in ("writer", "second writer")]
-        return {"draft": "\n".join(answer.text for answer in await asyncio.gather(*calls))}
-
-    async def critic(state: Texts) -> Texts:
-        answers = await model.abatch([ask("critic", state["draft"]), ask("second critic", state["draft"])])
-        return {"notes": " / ".join(answer.text for answer in answers)}
-
-    return Scene(chain(("writer", writer), ("critic", critic)), tasks(), ways=ASYNC_WAYS)
-
-
-@scenario("writer (own thread pool) -> critic", parallel=True)
-def own_threads_in_a_node(model: ChatPingPong) -> Scene:
-    """A node that calls the model from threads of its own, where LangGraph's context is lost."""
-
-    def writer(state: Texts) -> Texts:
-        prompts = [ask(role, state["task"]) for role in ("writer", "second writer")]
-        with ThreadPoolExecutor(2) as threads:
-            return {"draft": "\n".join(answer.text for answer in threads.map(model.invoke, prompts))}
-
-    def critic(state: Texts) -> Texts:
-        return {"notes": model.invoke(ask("critic", state["draft"])).text}
-
-    return Scene(chain(("writer", writer), ("critic", critic)), tasks())
-
-
-@scenario("writer (with_retry) -> critic (with_fallbacks) -> editor (retried parser)")
-def retries_and_fallbacks(model: ChatPingPong) -> Scene:
-    """`with_retry`, `with_fallbacks` and a sequence whose parser fails the first time."""
-    effects: list[str] = []
-    tries: list[int] = []
-
-    def parse(message: Any) -> str:
-        tries.append(1)
-        effects.append("parse")
-        if len(tries) % 2:
-            raise ValueError("not this time")
-        return str(message.text)
-
-    steady = model.with_retry(stop_after_attempt=2, wait_exponential_jitter=False)
-    spare = RunnableLambda(parse).with_fallbacks([RunnableLambda(lambda message: message.text)])
-    again = (model | RunnableLambda(parse)).with_retry(stop_after_attempt=2, wait_exponential_jitter=False)
-    critic = model.with_fallbacks([model]) | spare
-
-    def writer(state: Texts) -> Texts:
-        return {"draft": steady.invoke(ask("writer", state["task"])).text}
-
-    def judge(state: Texts) -> Texts:
-        return {"notes": critic.invoke(ask("critic", state["draft"]))}
-
-    def editor(state: Texts) -> Texts:
-        del tries[:]
-        return {"final": again.invoke(ask("editor", state["notes"]))}
-
-    return Scene(chain(("writer", writer), ("critic", judge), ("editor", editor)), tasks(), effects)

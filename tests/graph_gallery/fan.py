@@ -66,7 +66,9 @@ def send_the_whole_draft(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(), tasks(), effects)
 
 
-@scenario("planner -Send-> a worker per item -> join", parallel=True, replies={"the planner": '["crab", "kelp", "gull"]'})
+@scenario(
+    "planner -Send-> a worker per item -> join", parallel=True, replies={"the planner": '["crab", "kelp", "gull"]'}
+)
 def send_a_parsed_list(model: ChatPingPong) -> Scene:
     """Map-reduce over the items of a JSON list that the planner says."""
     effects: list[str] = []
@@ -160,8 +162,6 @@ def unequal_branches(model: ChatPingPong, effects: list[str]) -> StateGraph[Any,
     builder.add_node("editor", speaker(model, "editor", "notes", "final", effects)).add_edge("critic", "editor")
     builder.add_node("clerk", speaker(model, "clerk", "draft", "plan", effects)).add_edge("writer", "clerk")
     return builder.add_edge(START, "writer")
-
-
 
 
 def join_both(model: ChatPingPong, effects: list[str]) -> Any:

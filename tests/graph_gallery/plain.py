@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 from pydantic import BaseModel
 
 UNEQUAL = re.compile(
-    r"(?P<id>[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\b[0-9a-f]{32}\b)"
+    r"(?P<id>[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|\b[0-9a-f]{32}\b|chatcmpl-tool-[0-9a-f]+)"
     r"|(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+(?:\+\d\d:\d\d)?)"
     r"|(?P<version>\d{32}\.\d\.\d+|\d{32}\.\d+)"
     r"|(?P<address>0x[0-9a-f]{6,})"
+    r"|(?P<elapsed>elapsed: [\d.]+s)"
 )
+ATOMS = (type(None), bool, int, float, bytes)
 TIMES = ("created_at", "updated_at", "node_first_attempt_time")
 
 
@@ -27,35 +30,53 @@ class Plain:
     def __init__(self, ordered: bool) -> None:
         self._ordered = ordered
         self._ids: dict[str, int] = {}
+        self._texts: dict[str, str] = {}
 
     def __call__(self, value: Any) -> Any:
         """The plain form of a value."""
-        if isinstance(value, str):
-            return value.value if isinstance(value, Enum) else UNEQUAL.sub(self._name, value)
-        if value is None or isinstance(value, bool | int | float | bytes):
+        if type(value) is str:
+            return self._text(value)
+        if type(value) in ATOMS:
             return value
+        if isinstance(value, Enum):
+            return self(value.value)
         if isinstance(value, BaseMessage):
             return self._message(value)
+        if isinstance(value, BaseChatModel):
+            return type(value).__name__
         if isinstance(value, BaseException):
             return type(value).__name__, self(str(value))
         if isinstance(value, type):
             return value.__qualname__
         return self._container(value)
 
+    def _text(self, text: str) -> str:
+        known = self._texts.get(text)
+        if known is None:
+            known = self._texts[text] = UNEQUAL.sub(self._name, text)
+        return known
+
     def _container(self, value: Any) -> Any:
+        if isinstance(value, dict | Mapping):
+            return {self(key): self._entry(key, each) for key, each in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
             return type(value).__name__, self(value._asdict())
         if isinstance(value, list | tuple | deque):
             return [self(each) for each in value]
         if isinstance(value, set | frozenset):
             return sorted((self(each) for each in value), key=repr)
-        if isinstance(value, Mapping):
-            return {self(key): "<time>" if key in TIMES else self(each) for key, each in value.items()}
         if isinstance(value, BaseModel):
             return type(value).__name__, self({name: getattr(value, name) for name in type(value).model_fields})
         if dataclasses.is_dataclass(value):
             return type(value).__name__, self({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
         return self(repr(value))
+
+    def _entry(self, key: Any, value: Any) -> Any:
+        if key in TIMES:
+            return "<time>"
+        plain = self(value)
+        unsorted = key == "__interrupt__" and not self._ordered  # in the order in which their nodes ended
+        return sorted(plain, key=repr) if unsorted else plain
 
     def _message(self, message: BaseMessage) -> Any:
         """All of it but the certificate, and but how much of the prompt was found in the cache."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.runnables.config import merge_configs
 from langgraph.pregel import Pregel
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
@@ -23,9 +24,12 @@ Overlap = Literal["on", "off"]
 Prepare = Callable[[Pregel[Any, Any, Any, Any], Scenario], object]
 """Sets options on a scene's graph before its first round."""
 
-MODES = ["values", "updates", "messages", "custom", "tasks", "debug"]
+MODES = ("values", "updates", "messages", "custom")
+"""With 'debug' in sync streams; with its parts, 'tasks' and 'checkpoints', in async ones."""
 DECODE_SPEED = 2_000.0
 PREFILL_SPEED = 2_000_000.0
+BLOCK_SIZE = 8
+SLEEP_S = 0.004
 
 
 @dataclass
@@ -82,6 +86,20 @@ class RunRecord:
         return found
 
 
+class Unhurried(FakeEngine):
+    """Sleeps for several tokens at once, since an event loop never sleeps for less than a millisecond."""
+
+    _owed_s = 0.0
+
+    async def _spend(self, seconds: float) -> None:
+        self._owed_s += seconds
+        if self._owed_s >= SLEEP_S:
+            seconds, self._owed_s = self._owed_s, 0.0
+            await super()._spend(seconds)
+        else:
+            await asyncio.sleep(0)
+
+
 def run(scenario: Scenario, overlap: Overlap, prepare: Prepare | None = None, **settings: Any) -> RunRecord:
     """Build a scenario on a model of its own, with edges on or off, and run it in every way, one after the other.
 
@@ -113,8 +131,13 @@ def model_for(scenario: Scenario, overlap: Overlap, asked: list[str], **settings
         asked.append(prompt)
         return scenario.reply(prompt)
 
-    speeds = {"decode_speed": DECODE_SPEED, "prefill_speed": PREFILL_SPEED, "time_scale": float(overlap == "on")}
-    engines = [FakeEngine(f"fake:{n}", tokenizer=_tokenizer(), reply=reply, **speeds) for n in range(2)]  # type: ignore[arg-type]
+    speeds = {
+        "decode_speed": DECODE_SPEED,
+        "prefill_speed": PREFILL_SPEED,
+        "block_size": BLOCK_SIZE,
+        "time_scale": float(overlap == "on"),
+    }
+    engines = [Unhurried(f"fake:{n}", tokenizer=_tokenizer(), reply=reply, **speeds) for n in range(2)]  # type: ignore[arg-type]
     return ChatPingPong(pool=EnginePool(engines), overlap=overlap, **settings)
 
 
@@ -159,15 +182,26 @@ class Round:
     runs: set[str] = field(default_factory=set)
     """Names of the graph runs of this round, as the trace has them."""
 
-    def run(self, input: Any, config: Mapping[str, Any] | None = None, *, graph: Any = None, **options: Any) -> Any:
-        """Run a graph in the round's way; the result is kept, and returned."""
+    def run(
+        self,
+        input: Any,
+        config: Mapping[str, Any] | None = None,
+        *,
+        graph: Any = None,
+        raises: type[Exception] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run a graph in the round's way; the result is kept, and returned. With `raises` it must be that error."""
         parts: list[Any] = []
-        ends = self.scene.raises or ()
         graph, config = graph or self.scene.graph, {**self.config, **(config or {})}
         try:
             result = RUN[self.way](graph, input, config, {**self.scene.options, **options}, parts)
-        except ends as error:
-            result = error
+            ended = True
+        except Exception as error:
+            if raises is None or not isinstance(error, raises):
+                raise
+            result, ended = error, False
+        assert ended == (raises is None), f"the run did not end with {raises}"
         if self.parallel:
             parts = sorted((Plain(ordered=False)(part) for part in parts), key=repr)
         self.record.seen += [(f"{self.way} part", self.plain(part)) for part in parts]
@@ -184,7 +218,8 @@ class Round:
 def _play(scenario: Scenario, scene: Scene, number: int, way: str, asked: list[str], events: list[Event]) -> Round:
     del asked[:], scene.effects[:]
     counter, before = CallbackCounter(), len(events)
-    config = {"configurable": {"thread_id": f"thread {number}"}, "callbacks": [counter]}
+    own = {"configurable": {"thread_id": f"thread {number}"}, "callbacks": [counter]}
+    config = merge_configs(scene.config, own)  # type: ignore[arg-type]
     plain, given = Plain(ordered=not scenario.parallel), scene.inputs[number % len(scene.inputs)]
     round_ = Round(scene, way, given, config, RoundRecord(way), plain, scenario.parallel)
     (scene.story)(round_)
@@ -253,19 +288,17 @@ def _ainvoke(graph: Any, input: Any, config: Any, options: Any, parts: list[Any]
     return asyncio.run(graph.ainvoke(input, config, **options))
 
 
-def _modes(graph: Any) -> list[str]:
-    return [*MODES, *(["checkpoints"] if getattr(graph, "checkpointer", None) else [])]
-
-
 def _stream(graph: Any, input: Any, config: Any, options: Any, parts: list[Any]) -> Any:
-    for part in graph.stream(input, config, stream_mode=_modes(graph), subgraphs=True, **options):
+    for part in graph.stream(input, config, stream_mode=[*MODES, "debug"], subgraphs=True, **options):
         parts.append(part)
     return _last_values(parts)
 
 
 def _astream(graph: Any, input: Any, config: Any, options: Any, parts: list[Any]) -> Any:
+    modes = [*MODES, "tasks", *(["checkpoints"] if getattr(graph, "checkpointer", None) else [])]
+
     async def drain() -> None:
-        async for part in graph.astream(input, config, stream_mode=_modes(graph), subgraphs=True, **options):
+        async for part in graph.astream(input, config, stream_mode=modes, subgraphs=True, **options):
             parts.append(part)
 
     asyncio.run(drain())
@@ -283,6 +316,7 @@ def _events(graph: Any, input: Any, config: Any, options: Any, parts: list[Any])
             parts.append((event["event"], event["name"], node, sorted(event["tags"]), event["data"]))
 
     asyncio.run(drain())
+    parts.sort(key=lambda part: (part[1], str(part[2])))  # nodes in threads race with the graph that reports them
     ends = [data for kind, _, node, _, data in parts if kind == "on_chain_end" and node is None]
     return ends[-1].get("output") if ends else None
 

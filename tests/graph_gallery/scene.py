@@ -13,12 +13,12 @@ from typing_extensions import TypedDict
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.engines.fake_engine import pseudo_words
 
-WAYS = ("invoke", "stream", "astream", "events", "ainvoke")
+WAYS = ("invoke", "stream", "astream", "events")
 """How a graph is run, round after round; whatever is learned in one round is used in the next."""
 SYNC_WAYS = ("invoke", "stream", "invoke", "stream")
 ASYNC_WAYS = ("ainvoke", "astream", "events", "ainvoke")
 
-REPLY_LENGTH = 44
+REPLY_LENGTH = 28
 """Of an answer that no script gives, in characters, which are the tokens of the modelled engines."""
 
 TASKS = (
@@ -38,8 +38,19 @@ class Doing(Protocol):
     @property
     def parallel(self) -> bool: ...
 
-    def run(self, input: Any, config: Mapping[str, Any] | None = None, *, graph: Any = None, **options: Any) -> Any:
-        """Run a graph (the scene's own, if no other is named) in the round's way; the result is kept, and returned."""
+    def run(
+        self,
+        input: Any,
+        config: Mapping[str, Any] | None = None,
+        *,
+        graph: Any = None,
+        raises: type[Exception] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run a graph (the scene's own, if no other is named) in the round's way; the result is kept, and returned.
+
+        With `raises` the run must end with that error, which is then the result.
+        """
 
     def note(self, name: str, value: Any) -> None:
         """Keep something else to compare."""
@@ -50,12 +61,17 @@ def just_run(round_: Doing) -> None:
     round_.run(round_.input)
 
 
+def failing_with(error: type[Exception]) -> Callable[[Doing], None]:
+    """The story of a scenario whose runs end with an error."""
+    return lambda round_: round_.run(round_.input, raises=error)
+
+
 @dataclass
 class Scene:
     """A graph on a model, and what is done with it in one round.
 
-    Round i gets the i-th input, in turn. Nodes name themselves in `effects` each time they run. `raises` is the error
-    that each round must end with. `close` is called after the last round.
+    Round i gets the i-th input, in turn. Nodes name themselves in `effects` each time they run. `config` and `options`
+    (arguments of `invoke`) go to every run. `close` is called after the last round.
     """
 
     graph: Pregel[Any, Any, Any, Any]
@@ -63,8 +79,8 @@ class Scene:
     effects: list[str] = field(default_factory=list)
     story: Callable[[Doing], None] = just_run
     ways: Sequence[str] = WAYS
+    config: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    raises: type[Exception] | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -77,7 +93,7 @@ class Scenario:
 
     `parallel` says that nodes run at the same time, so that the order of what they emit is not fixed. `dry_run` names
     the pure nodes, which may run on states that never happen. `declared` names nodes whose prompts are foreseen from
-    the first round on. `reply` answers a prompt.
+    the first round on. `unplanned` says that planning fails, which no one must notice. `reply` answers a prompt.
     """
 
     name: str
@@ -88,6 +104,7 @@ class Scenario:
     parallel: bool = False
     dry_run: frozenset[str] = frozenset()
     declared: frozenset[str] = frozenset()
+    unplanned: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -103,6 +120,7 @@ def scenario(
     parallel: bool = False,
     dry_run: Sequence[str] = (),
     declared: Sequence[str] = (),
+    unplanned: bool = False,
     replies: Mapping[str, str] | Callable[[str], str] | None = None,
 ) -> Callable[[Build], Build]:
     """Put a function that builds a scene into the gallery; its docstring describes the scenario."""
@@ -111,7 +129,7 @@ def scenario(
     def register(build: Build) -> Build:
         name, description = build.__name__, (build.__doc__ or "").strip()
         sets = frozenset(dry_run), frozenset(declared)
-        SCENARIOS.append(Scenario(name, description, shape, build, reply, parallel, *sets))
+        SCENARIOS.append(Scenario(name, description, shape, build, reply, parallel, *sets, unplanned))
         return build
 
     return register

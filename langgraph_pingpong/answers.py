@@ -1,0 +1,109 @@
+"""From what an engine says to LangChain's messages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import ToolCallChunk, default_tool_parser, tool_call_chunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from langgraph_pingpong.engines.base import Delta, Said, TokenLogprob, ToolCallPart
+from langgraph_pingpong.session import Certificate
+
+
+class AnswerChunks:
+    """Makes the chunks of one call, which merge into its message."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._called: set[tuple[int, int]] = set()
+
+    def chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk | None:
+        """The chunk for a delta; None if it says nothing."""
+        last = delta.finish_reason is not None
+        if not (last or said.content or said.reasoning or said.tool_calls or delta.logprobs):
+            return None
+        message = AIMessageChunk(
+            content=said.content,
+            additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
+            tool_call_chunks=[self._tool_call_chunk(delta.index, part) for part in said.tool_calls],
+            response_metadata={"logprobs": {"content": _logprobs(delta.logprobs)}} if delta.logprobs else {},
+        )
+        if last:
+            message.chunk_position = "last"
+            message.response_metadata.update(self._ending(delta))
+        if certificate is not None:
+            message.usage_metadata = _usage(certificate)
+            message.response_metadata["pingpong"] = certificate.to_dict()
+        return ChatGenerationChunk(message=message)
+
+    def _tool_call_chunk(self, index: int, part: ToolCallPart) -> ToolCallChunk:
+        """A call is named once: merging joins strings, so a name said twice would be doubled."""
+        named = (index, part.index) in self._called
+        self._called.add((index, part.index))
+        return tool_call_chunk(
+            name=None if named else part.name, id=None if named else part.id, args=part.arguments, index=part.index
+        )
+
+    def _ending(self, delta: Delta) -> dict[str, Any]:
+        called = any(index == delta.index for index, _ in self._called)
+        reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+        return {"model_name": self._model_name, "finish_reason": reason}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """One entry a token, in the form of OpenAI's API."""
+    return [
+        {**_logprob(token.token, token.logprob), "top_logprobs": [_logprob(*other) for other in token.top]}
+        for token in tokens
+    ]
+
+
+def _logprob(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
+
+
+def _usage(certificate: Certificate) -> UsageMetadata:
+    """The call's own tokens; what edges prefilled is in the certificate."""
+    return UsageMetadata(
+        input_tokens=certificate.prompt_tokens,
+        output_tokens=certificate.output_tokens,
+        total_tokens=certificate.prompt_tokens + certificate.output_tokens,
+        input_token_details=InputTokenDetails(cache_read=certificate.cached),
+    )
+
+
+def to_result(chunks: Iterable[tuple[int, ChatGenerationChunk]]) -> ChatResult:
+    """The answers to one prompt from their chunks, each given with the index of its answer.
+
+    With several answers, each carries the usage of the whole call, as LangChain's other models have it.
+    """
+    by_index: dict[int, list[ChatGenerationChunk]] = defaultdict(list)
+    for index, chunk in chunks:
+        by_index[index].append(chunk)
+    generations = [_to_generation(by_index[index]) for index in sorted(by_index)]
+    messages = [each.message for each in generations if isinstance(each.message, AIMessage)]
+    whole = next((message for message in messages if message.usage_metadata), None)
+    for message in messages:
+        if whole is not None:
+            message.usage_metadata = whole.usage_metadata
+            message.response_metadata["pingpong"] = whole.response_metadata["pingpong"]
+    return ChatResult(generations=generations)
+
+
+def _to_generation(chunks: Sequence[ChatGenerationChunk]) -> ChatGeneration:
+    """A complete message holds complete tool calls only: one that was cut off is not to be carried out."""
+    merged = chunks[0] + list(chunks[1:])
+    message = message_chunk_to_message(merged.message)
+    if isinstance(merged.message, AIMessageChunk) and isinstance(message, AIMessage):
+        calls = [_raw_call(call) for call in merged.message.tool_call_chunks]
+        message.tool_calls, message.invalid_tool_calls = default_tool_parser(calls)
+    return ChatGeneration(message=message)
+
+
+def _raw_call(call: ToolCallChunk) -> dict[str, Any]:
+    return {"id": call["id"], "function": {"name": call["name"], "arguments": call["args"] or "{}"}}

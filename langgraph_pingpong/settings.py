@@ -1,0 +1,115 @@
+"""The settings of `ChatPingPong`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from langchain_core.language_models import LangSmithParams
+from pydantic import ConfigDict, Field, SecretStr, model_validator
+
+from langgraph_pingpong.calling import ConfigAwareChatModel
+from langgraph_pingpong.calls import OWN, SAMPLING
+from langgraph_pingpong.config import parse_devices, refuse_unknown
+from langgraph_pingpong.pool import EnginePool
+
+ENGINE_SETTINGS = (
+    "dtype",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "engine_args",
+)
+
+
+class Settings(ConfigAwareChatModel):
+    """What a user can set on the model. Settings of engines carry vLLM's names."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    model: str | None = None
+    """A folder or Hugging Face id; None is the small default model, made ready on first use."""
+    devices: Sequence[str] | None = None
+    """Where engines run, one each: 'cuda:N', 'cpu:N' or 'fake:N'; None takes two devices where there are two."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The longest answer, in tokens; None is what the context leaves."""
+    temperature: float | None = None
+    """0 always takes the likeliest token; None is the model's own default, as for the next three."""
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    """Texts that end the answer; they are not part of it."""
+    n: int | None = Field(default=None, ge=1)
+    """How many answers `generate` and `batch` give to a prompt; `invoke` returns the first of them."""
+    logprobs: bool | None = None
+    """Give each token's log-probability in `response_metadata["logprobs"]`, in the form of OpenAI's API."""
+    top_logprobs: int | None = Field(default=None, ge=0)
+    """How many likeliest tokens to give with each of them."""
+    streaming: bool = False
+    """Let `invoke` tell callbacks of each token, too."""
+    timeout: float | None = Field(default=None, gt=0)
+    """How long a call may take from when its prompt is ready to its last token, in seconds."""
+    max_retries: int | None = None
+    """For compatibility: engines in this process have no requests that get lost, so nothing is sent again."""
+    api_key: SecretStr | None = None
+    """For compatibility: engines in this process ask for no key."""
+    overlap: Literal["on", "off"] = "on"
+    """'off' is the same program without prefills: the baseline."""
+    defer_downstream: bool = True
+    """Prefill the next prompt from the upstream's first token on; False starts with the upstream's prefill."""
+    chat_template: str | None = None
+    """A Jinja template in place of the model's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, for example `{"enable_thinking": False}`."""
+    tool_parser: str = "hermes"
+    """The name of vLLM's parser that finds tool calls in the model's answers."""
+    reasoning_parser: str | None = None
+    """That of the parser that finds reasoning; it is put into `additional_kwargs["reasoning_content"]`.
+
+    Without one, reasoning is content. With engines of your own, give them the same `reasoning_parser`, or a grammar
+    would bind the reasoning too.
+    """
+    dtype: str | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float | None = None
+    tensor_parallel_size: int | None = None
+    enforce_eager: bool | None = None
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Any other of vLLM's engine arguments, under vLLM's name."""
+    pool: EnginePool | None = Field(default=None, exclude=True)
+    """Engines to share with other models; who made the pool closes it."""
+    tokenizer: Any = Field(default=None, exclude=True)
+    """A tokenizer object in place of the model's own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_settings(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            names = {*cls.model_fields, "stop_sequences"}
+            refuse_unknown(values, names, "ChatPingPong")
+            if (devices := values.get("devices")) is not None:
+                parse_devices(devices)
+        return values
+
+    @property
+    def _llm_type(self) -> str:
+        return "langgraph-pingpong"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        shaping = ("model", "chat_template", "tool_parser", "reasoning_parser")
+        return {**{name: getattr(self, name) for name in shaping}, **self._call_settings}
+
+    @property
+    def _call_settings(self) -> dict[str, Any]:
+        """The settings that a call can replace."""
+        return {name: getattr(self, name) for name in (*SAMPLING, *OWN, "stop")}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = self._llm_type
+        params.setdefault("ls_model_name", "default")
+        return params
