@@ -84,7 +84,7 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 
 class TestWhatIsGivenOut:
     @pytest.mark.parametrize("name", NAMES)
-    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
     @example(["S\u0316\u0301'l", "'ve\u0627"])
     @example(["it'l", "l"])
     @example(["abc <|im_end|", "> d"])
@@ -94,7 +94,7 @@ class TestWhatIsGivenOut:
         expect_prefix(name, pieces)
 
     @pytest.mark.parametrize("name", NAMES)
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
     @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=8))
     def test_is_in_it_at_every_character(self, name: str, parts: list[str]) -> None:
         expect_prefix(name, list("".join(parts)))
@@ -112,7 +112,9 @@ class TestWhatIsGivenOut:
 
     def test_ends_with_whole_characters(self) -> None:
         prompt, tokens = growing("qwen")
-        for piece in f"So {ASTRONAUT}{ASTRONAUT} fly. \u1019\u103c\u1014\u103a\u1019\u102c \u0e20\u0e32\u0e29\u0e32 said.":
+        for (
+            piece
+        ) in f"So {ASTRONAUT}{ASTRONAUT} fly. \u1019\u103c\u1014\u103a\u1019\u102c \u0e20\u0e32\u0e29\u0e32 said.":
             prompt.feed(piece)
             assert "\ufffd" not in tokens.tokenizer.decode(list(prompt.ids))
 
@@ -216,7 +218,7 @@ class TestTemplate:
     def test_that_refuses_names_the_roles(self) -> None:
         strict = "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
         tokens = ChatTemplate(shipped_tokenizers.qwen(), strict)
-        with pytest.raises(TemplateRefused, match="system, user.*one at a time"):
+        with pytest.raises(TemplateRefused, match=r"system, user.*one at a time"):
             tokens.render(quoting("x"))
 
     def test_tool_arguments_become_objects(self) -> None:
