@@ -43,11 +43,11 @@ class AnswerChunks:
 
     def _tool_call_chunk(self, index: int, part: ToolCallPart) -> ToolCallChunk:
         """A call is named once: merging joins strings, so a name said twice would be doubled."""
-        named = (index, part.index) in self._called
-        self._called.add((index, part.index))
-        return tool_call_chunk(
-            name=None if named else part.name, id=None if named else part.id, args=part.arguments, index=part.index
-        )
+        call = (index, part.index)
+        name, id = (None, None) if call in self._called else (part.name, part.id)
+        if part.name:
+            self._called.add(call)
+        return tool_call_chunk(name=name, id=id, args=part.arguments, index=part.index)
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
         called = any(index == delta.index for index, _ in self._called)

@@ -33,6 +33,9 @@ _MORE_SAMPLING = (
 
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 
+PROMPT_SHAPING = ("tools", "tool_choice", "chat_template_kwargs")
+"""The keyword arguments that the prompt depends on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:

@@ -20,7 +20,7 @@ from pydantic import PrivateAttr
 
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
-from langgraph_pingpong.calls import Terms, terms_of
+from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
 from langgraph_pingpong.edges import running_task
 from langgraph_pingpong.edges.sources import RenderMessages
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
@@ -126,9 +126,9 @@ class ChatPingPong(Settings):
         return len(self.get_token_ids(prompt))
 
     def _render(self, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> str:
-        """The prompt of a call with these keyword arguments, as text."""
-        given = {name: value for name, value in kwargs.items() if name != "stop"}
-        return self._rendered(messages, terms_of(self._call_settings, None, given))
+        """The prompt of a call with these keyword arguments, as text; those that do not shape it are not looked at."""
+        shaping = {name: kwargs[name] for name in PROMPT_SHAPING if name in kwargs}
+        return self._rendered(messages, terms_of(self._call_settings, None, shaping))
 
     def _rendered(self, messages: Sequence[BaseMessage], terms: Terms) -> str:
         template = self._serving().template
@@ -150,6 +150,9 @@ class ChatPingPong(Settings):
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with tools that it can call.
+
+        They are given to the chat template. One that has no place for tools gets them in the system message instead,
+        in the Hermes format, and calls and results as text.
 
         Args:
             tools: functions, classes, LangChain tools or schemas.

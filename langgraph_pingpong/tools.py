@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
@@ -127,10 +130,32 @@ def _tool_parser(schema: Any) -> Runnable[Any, Any]:
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
 
 
+class _WholeOnly:
+    """Makes a parser refuse JSON that was cut off, which LangChain's would complete by guess."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """What an answer holds."""
+        if not partial:
+            try:
+                json.loads(result[0].text)
+            except ValueError as error:
+                text = result[0].text
+                raise OutputParserException(f"The answer is no JSON ({error}): {text}", llm_output=text) from error
+        return super().parse_result(result, partial=partial)  # type: ignore[misc]
+
+
+class _JsonParser(_WholeOnly, JsonOutputParser):
+    pass
+
+
+class _PydanticParser(_WholeOnly, PydanticOutputParser[Any]):
+    pass
+
+
 def _text_parser(schema: Any) -> Runnable[Any, Any]:
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        return PydanticOutputParser(pydantic_object=schema)
-    return JsonOutputParser()
+        return _PydanticParser(pydantic_object=schema)
+    return _JsonParser()
 
 
 def _with_raw(bound: Runnable[Any, AIMessage], parser: Runnable[Any, Any]) -> Runnable[Any, Any]:

@@ -487,9 +487,7 @@ class TestMainGuard:
         thread.join()
         assert not errors
 
-    def test_is_checked_before_engines_are_made(
-        self, monkeypatch: pytest.MonkeyPatch, model_folder: Path
-    ) -> None:
+    def test_is_checked_before_engines_are_made(self, monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
         def unguarded() -> None:
             raise MissingMainGuard("somewhere")
 

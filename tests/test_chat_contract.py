@@ -29,7 +29,15 @@ from typing_extensions import TypedDict
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, agent_node
 from langgraph_pingpong.engines.base import Delta
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
-from langgraph_pingpong.errors import CallRefused, CallTimedOut, TemplateRefused, UnknownParser, UnknownSetting
+from langgraph_pingpong.engines.vllm_parsers import _import_vllm
+from langgraph_pingpong.errors import (
+    CallRefused,
+    CallTimedOut,
+    EngineNotInstalled,
+    TemplateRefused,
+    UnknownParser,
+    UnknownSetting,
+)
 from langgraph_pingpong.tokens import ChatTemplate
 from tests.conftest import Lab
 
@@ -205,6 +213,18 @@ class TestToolCalls:
         model = answering('[tide_time(place="Oslo")]', tool_parser="pythonic", chat_template=TAKES_TOOLS)
         message = same(every_way(model.bind_tools([tide_time])))
         assert [made["args"] for made in message.tool_calls] == [{"place": "Oslo"}]
+
+    def test_of_a_format_that_vllm_reads_by_ids_stream_as_well(self) -> None:
+        text = "<tool_call>\n<function=tide_time>\n<parameter=place>\nOslo\n</parameter>\n</function>\n</tool_call>"
+        model = answering(f"I look. {text}", tool_parser="qwen3_coder", chat_template=TAKES_TOOLS)
+        message = same(every_way(model.bind_tools([tide_time])))
+        assert message.content == "I look. "
+        assert [made["args"] for made in message.tool_calls] == [{"place": "Oslo"}]
+
+    def test_need_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(EngineNotInstalled, match="parsers"):
+            _import_vllm.__wrapped__()
 
     def test_run_in_a_loop_with_their_results(self) -> None:
         def reply(prompt: str) -> str:
@@ -430,8 +450,14 @@ class TestStructuredOutput:
         assert answer["parsed"] == Harbour(name="Oslo", tides=2)
         assert answer["parsing_error"] is None
 
+    @pytest.mark.parametrize("schema", [Harbour, HarbourDict])
+    def test_that_was_cut_off_is_not_completed_by_guess(self, schema: Any) -> None:
+        model = answering('{"tides": 2, "name": "Os')
+        with pytest.raises(OutputParserException, match="Os"):
+            model.with_structured_output(schema).invoke("Hi")
+
     def test_that_does_not_parse_is_an_error_or_is_reported(self) -> None:
-        model = answering('{"name": "Os')
+        model = answering('{"name": "Oslo"}')
         with pytest.raises(OutputParserException):
             model.with_structured_output(Harbour).invoke("Hi")
         answer = model.with_structured_output(Harbour, include_raw=True).invoke("Hi")
@@ -633,10 +659,23 @@ class TestEnding:
         chunks = list(answering("tide").stream("Hi"))
         assert len({chunk.id for chunk in chunks}) == 1
 
+    def test_a_message_that_a_node_returns_is_not_shown_twice(self) -> None:
+        model = answering("tide")
+        builder = StateGraph(MessagesState)
+        builder.add_node("writer", lambda state: {"messages": [model.invoke(state["messages"])]})
+        builder.add_edge(START, "writer")
+        graph = builder.compile()
+        shown = [part for part, _ in graph.stream({"messages": ["Hi"]}, stream_mode="messages")]
+        assert "".join(part.content for part in shown) == "tide"
+        assert len(shown) > 1
+        assert len({part.id for part in shown}) == 1
+
     def test_each_token_is_heard_once(self) -> None:
         listener = Listener()
         list(answering("tide").stream("Hi", config={"callbacks": [listener]}))
         assert "".join(listener.tokens) == "tide"
+        answering("pool", streaming=True).invoke("Hi", config={"callbacks": [listener]})
+        assert "".join(listener.tokens) == "tidepool"
 
 
 class TestSettings:

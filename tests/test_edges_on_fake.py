@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 THREE = ("writer", "critic", "editor")
 TASK = {"task": "Say what a tide pool is."}
 NO_LATER_S = 1.5
-"""How much longer than without edges a run may take, in seconds: far above the noise of a busy machine, below what a wait costs."""
+"""How much longer than without edges a run may take, in seconds: above a busy machine's noise, below any wait."""
 
 
 INSTANT = {"time_scale": 0.0}
@@ -253,9 +253,7 @@ class TestFaultyPrefill:
         assert record.named("append.started", "critic")
         assert not record.named("append.complete", "critic")
 
-    def test_whose_bookkeeping_raises_changes_nothing(
-        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_whose_bookkeeping_raises_changes_nothing(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(GrowingPrompt, "feed", lambda self, call, text: {}["feed"])
         record = self.run(lab, lambda engine: None)
         assert "KeyError" in record.certificate("critic")["fallback"]
@@ -324,9 +322,7 @@ class TestPromptFunctions:
         assert time.monotonic() - started < plain_s + NO_LATER_S
         assert edges_of(record) == ["editor"]
 
-    def test_a_plan_that_takes_too_long_is_given_up(
-        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_plan_that_takes_too_long_is_given_up(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("langgraph_pingpong.planning.PLAN_WITHIN_S", 0.02)
         model = lab.model()
         record = lab.record(model)
@@ -750,10 +746,18 @@ def _without_ids(part: Any) -> Any:
         if len(part) == 1:
             return part
         message, metadata = part
-        return message.content, message.usage_metadata and message.usage_metadata["input_tokens"], metadata["langgraph_node"]
+        return (
+            message.content,
+            message.usage_metadata and message.usage_metadata["input_tokens"],
+            metadata["langgraph_node"],
+        )
     keys = ("type", "step", "payload", "next", "values", "metadata", "name", "input", "result", "error", "triggers")
     if isinstance(part, dict) and "step" in part:
         return {key: _without_ids(part[key]) for key in keys if key in part}
     if isinstance(part, dict):
-        return {key: _without_ids(value) for key, value in part.items() if key not in ("id", "config", "parent_config", "tasks")}
+        return {
+            key: _without_ids(value)
+            for key, value in part.items()
+            if key not in ("id", "config", "parent_config", "tasks")
+        }
     return part

@@ -7,11 +7,12 @@ only), or needs a recorded server:
 - JSON mode and a tool call of the model's own accord: the model is too small for either, see the reasons below;
 - another model by name in a call: engines serve one model;
 - the speed of a stream with recorded answers of a server: there is no server;
-- serialization to JSON: engines cannot be written down.
+- serialization to JSON, and settings from the environment: the class has neither.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from langgraph_pingpong import ChatPingPong
+from langgraph_pingpong.errors import CallRefused
 
 LONG, SHORT = 80, 12
 """How long answers may be, in tokens: a call or an object must be complete, of other text the beginning will do."""
@@ -85,3 +87,51 @@ class TestIntegration(ChatModelIntegrationTests):
         assert "San Francisco" in call["args"]["location"]
         answer = model.bind_tools([get_weather]).invoke([question, asked, get_weather.invoke(call)])
         assert answer.text and not answer.tool_calls
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+class TestBeyond:
+    """What LangChain's tests leave out."""
+
+    def test_several_answers(self, real_model: ChatPingPong) -> None:
+        settings = {"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 8}
+        (generations,) = real_model.generate([[HumanMessage("Tell a story.")]], **settings).generations
+        messages = [each.message for each in generations]
+        assert len({message.text for message in messages}) > 1
+        assert all(message.usage_metadata["output_tokens"] == 24 for message in messages)
+        assert real_model.invoke("Tell a story.", **settings).text == messages[0].text
+
+    def test_logprobs_have_one_entry_a_token(self, real_model: ChatPingPong) -> None:
+        message = real_model.invoke("Count to nine.", logprobs=True, top_logprobs=2, stop=["3"])
+        entries = message.response_metadata["logprobs"]["content"]
+        assert len(entries) == message.usage_metadata["output_tokens"]
+        assert "".join(entry["token"] for entry in entries).startswith(message.text)
+        for entry in entries:
+            assert len(entry["top_logprobs"]) == 2
+            likeliest = entry["top_logprobs"][0]
+            assert (likeliest["token"], likeliest["logprob"]) == (entry["token"], entry["logprob"])  # temperature is 0
+
+    def test_reasoning_is_kept_apart(self, real_model: ChatPingPong) -> None:
+        thinking = real_model.model_copy(update={"reasoning_parser": "qwen3", "max_tokens": 40})
+        form = {"regex": "<think>[a-z ]{5,20}</think>[a-z ]{5,20}"}
+        for stop in (None, ["#!#"]):
+            message = thinking.invoke("Say something about crabs.", structured_outputs=form, stop=stop)
+            reasoning = message.additional_kwargs["reasoning_content"]
+            assert re.fullmatch("[a-z ]{5,20}", reasoning) and re.fullmatch("[a-z ]{5,20}", message.text)
+
+    def test_an_impossible_grammar_is_refused_and_the_engine_lives(self, real_model: ChatPingPong) -> None:
+        with pytest.raises(CallRefused, match="vLLM refused"):
+            real_model.invoke("Hi", structured_outputs={"regex": "(["})
+        with pytest.raises(CallRefused, match="temperature"):
+            real_model.invoke("Hi", temperature=-1)
+        assert real_model.invoke("Hi", structured_outputs={"choice": ["low", "high"]}).text in ("low", "high")
+
+
+@pytest.mark.engine
+def test_engines_know_the_reasoning_parser() -> None:
+    """Otherwise a grammar would bind the reasoning."""
+    model = ChatPingPong(devices=["cpu:0"], reasoning_parser="qwen3", engine_args={"seed": 1})
+    (engine,) = model._serving().pool.engines
+    assert {"reasoning_parser": "qwen3", "seed": 1}.items() <= engine._config.vllm_args.items()  # type: ignore[attr-defined]
+    model.close()

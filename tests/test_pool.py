@@ -273,15 +273,17 @@ class TestMemory:
 
     def test_nothing_of_the_graph_is_kept_after_a_run(self, lab: Lab) -> None:
         model = lab.model()
-        lab.chain(model, ("writer", "critic", "editor")).invoke({"task": "Leave nothing."})
-        asyncio.run(lab.chain(model).ainvoke({"task": "Leave nothing."}))
-        deadline = time.monotonic() + 2
-        while True:
+        lab.chain(model, ("writer", "critic", "leaver")).invoke({"task": "Leave nothing."})
+        asyncio.run(lab.chain(model, ("leaver", "critic")).ainvoke({"task": "Leave nothing."}))
+
+        def left() -> list[PregelLoop]:
             gc.collect()
-            left = [each for each in gc.get_objects() if isinstance(each, PregelLoop)]
-            if not left:
-                break
-            assert time.monotonic() < deadline, left
+            loops = [each for each in gc.get_objects() if issubclass(type(each), PregelLoop)]
+            return [loop for loop in loops if "leaver" in loop.nodes]
+
+        deadline = time.monotonic() + 2
+        while left():
+            assert time.monotonic() < deadline, gc.get_referrers(*left())
             time.sleep(0.05)
 
     def test_resetting_the_cache_makes_a_cold_start(self, lab: Lab) -> None:

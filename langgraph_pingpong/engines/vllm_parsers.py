@@ -91,7 +91,7 @@ def open_parser(
     check_parsers(expected.tool_parser, expected.reasoning_parser)
     request = _request(expected, sampling.get("structured_outputs"))
     parsers = [_new_parser(expected, template, request) for _ in range(sampling.get("n", 1))]
-    adjusted: Any = parsers[0].adjust_request(request)
+    adjusted = _adjusted(parsers[0], request)
     lagging = template if sampling.get("stop") else None
     readers = [_AnswerReader(parser, adjusted, prompt_token_ids, lagging) for parser in parsers]
     return {**sampling, **_sampling_of(adjusted)}, lambda delta: readers[delta.index].read(delta)
@@ -118,7 +118,15 @@ def _forced(expected: Expected) -> bool:
 
 def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A forced call follows the schema of its arguments too, or a small model would write anything there."""
-    return {**tool, "function": {**tool["function"], "strict": True}}
+    return {**tool, "function": {"strict": True, **tool["function"]}}
+
+
+def _adjusted(parser: Parser, request: ChatCompletionRequest) -> Any:
+    """The call with what the parser needs, such as a grammar that forces a tool call."""
+    try:
+        return parser.adjust_request(request)
+    except Exception as error:
+        raise CallRefused(f"vLLM refused the tools: {error}") from error
 
 
 def _new_parser(expected: Expected, template: ChatTemplate, request: ChatCompletionRequest) -> Parser:
@@ -155,7 +163,7 @@ def _sampling_of(request: ChatCompletionRequest) -> dict[str, Any]:
             sampling[name] = False
     if (given := request.structured_outputs) is not None:
         fields = [each.name for each in dataclasses.fields(given) if each.init]
-        constraint = {name: value for name in fields if (value := getattr(given, name))}
+        constraint = {name: value for name in fields if (value := getattr(given, name)) not in (None, False)}
         if tag := constraint.get("structural_tag"):
             constraint["structural_tag"] = json.dumps(json.loads(tag, object_hook=_bound_white_space))
         sampling["structured_outputs"] = constraint
@@ -210,7 +218,10 @@ class _AnswerReader:
         """The end of the content, where it might have become a tool call: some parsers keep that to themselves."""
         if getattr(self._parser.tool_parser, "engine_based_streaming", True):
             return ""
-        message = self._parser.parse_delta(_NO_MARKUP, [], self._request, finished=False)
+        try:
+            message = self._parser.parse_delta(_NO_MARKUP, [], self._request, finished=False)
+        except Exception:  # noqa: BLE001 - not every parser takes text without ids; the answer stands without
+            return ""
         content = (message and message.content) or ""
         return content.removesuffix(_NO_MARKUP) if content.endswith(_NO_MARKUP) else ""
 

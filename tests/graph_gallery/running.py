@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -47,11 +47,15 @@ class RoundRecord:
     failures: list[str] = field(default_factory=list)
     """What went wrong in planning and prefilling, unseen by the graph."""
 
-    @property
-    def compared(self) -> dict[str, Any]:
+    def compared(self, repeated: Collection[str]) -> dict[str, Any]:
         """What must not depend on edges."""
-        counted = {"effects": dict(self.effects), "callbacks": dict(self.callbacks)}
-        return {"seen": self.seen, "prompts": self.prompts, **counted}
+        effects = {name: count for name, count in self.effects.items() if name not in repeated}
+        return {"seen": self.seen, "prompts": self.prompts, "effects": effects, "callbacks": dict(self.callbacks)}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts of all calls."""
+        return sum(each["prompt_tokens"] for each in self.certificates)
 
     @property
     def prefilled(self) -> int:
@@ -78,11 +82,14 @@ class RunRecord:
         """Those of every call, in the order in which the calls ended."""
         return [each for round_ in self.rounds for each in round_.certificates]
 
-    def differences(self, other: RunRecord) -> list[str]:
-        """Where this record and another one differ in something that must not depend on edges."""
+    def differences(self, other: RunRecord, repeated: Collection[str] = ()) -> list[str]:
+        """Where this record and another one differ in something that must not depend on edges.
+
+        Nodes named in `repeated` may run any number of times.
+        """
         found = differences(self.drawing, other.drawing, "drawing")
-        for number, pair in enumerate(zip(self.rounds, other.rounds, strict=True)):
-            found += differences(pair[0].compared, pair[1].compared, f"round {number} ({pair[0].way})")
+        for number, (own, others) in enumerate(zip(self.rounds, other.rounds, strict=True)):
+            found += differences(own.compared(repeated), others.compared(repeated), f"round {number} ({own.way})")
         return found
 
 
@@ -202,9 +209,10 @@ class Round:
                 raise
             result, ended = error, False
         assert ended == (raises is None), f"the run did not end with {raises}"
+        plain = [self.plain(part) for part in parts]
         if self.parallel:
-            parts = sorted((Plain(ordered=False)(part) for part in parts), key=repr)
-        self.record.seen += [(f"{self.way} part", self.plain(part)) for part in parts]
+            plain.sort(key=repr)
+        self.record.seen += [(f"{self.way} part", part) for part in plain]
         self.note("result", result)
         if getattr(graph, "checkpointer", None) and config.get("configurable", {}).get("thread_id"):
             self.note("history", list(graph.get_state_history(config)))

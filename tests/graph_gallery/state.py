@@ -338,7 +338,7 @@ def node_timeouts(model: ChatPingPong) -> Scene:
         return {"notes": "too late"}
 
     builder = StateGraph(Texts).add_node("writer", writer, timeout=30.0).add_edge(START, "writer")
-    builder.add_node("critic", critic, timeout=0.6).add_edge("writer", "critic")
+    builder.add_node("critic", critic, timeout=0.8).add_edge("writer", "critic")
     return Scene(builder.compile(), tasks(), effects, story=failing_with(NodeTimeoutError), ways=("ainvoke", "astream"))
 
 

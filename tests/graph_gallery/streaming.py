@@ -74,7 +74,7 @@ def tags(model: ChatPingPong) -> Scene:
     return Scene(chain(("writer", writer), ("critic", critic)), tasks(), effects)
 
 
-@scenario("writer -> critic, watched")
+@scenario("writer -> critic, watched", declared=("critic",))
 def tracers_and_usage(model: ChatPingPong) -> Scene:
     """Usage callback and `collect_runs`: what was prefilled ahead must show in neither."""
     graph = declared_pair(model)
@@ -104,7 +104,7 @@ def graph_batch(model: ChatPingPong) -> Scene:
     return Scene(graph, tasks(), effects, story, ways=("invoke", "ainvoke", "invoke"))
 
 
-@scenario("writer -> critic (declared), in four threads", parallel=True)
+@scenario("writer -> critic (declared), in four threads", parallel=True, declared=("critic",))
 def several_threads(model: ChatPingPong) -> Scene:
     """Runs of one graph from several threads at once."""
     graph = declared_pair(model)
@@ -117,7 +117,7 @@ def several_threads(model: ChatPingPong) -> Scene:
     return Scene(graph, tasks(), story=story, ways=("invoke", "ainvoke"))
 
 
-@scenario("writer -> critic (declared), four runs in one loop", parallel=True)
+@scenario("writer -> critic (declared), three runs in one loop", parallel=True, declared=("critic",))
 def several_tasks(model: ChatPingPong) -> Scene:
     """Async runs of one graph at once, as a web server makes them."""
     graph = declared_pair(model)

@@ -1,0 +1,1 @@
+"""Measurements, each a module to run with `python -m`; results are written to docs/results."""
