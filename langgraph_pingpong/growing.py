@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from langgraph_pingpong.segments import MARKER_BREAK, SPACE_MARK, Segments
@@ -132,11 +130,10 @@ class GrowingByPretokens(GrowingIds):
         # stays in proportion to the text.
         if self._encoder is None or len(self._tail) - self._looked < (self._looked - _SHORT) // 8:
             return
-        encoding = self._encoder.encode(self._tail, add_special_tokens=False)
+        settled = self._tail[: self._template.unsettled_from(self._tail)]
+        encoding = self._encoder.encode(settled, add_special_tokens=False)
         starts = _pretoken_starts(encoding)
-        limit = self._template.unsettled_from(self._tail)
-        settled = bisect.bisect_right(starts, limit, key=itemgetter(1))
-        for count, end in reversed(starts[1 : max(1, settled - HELD_PRETOKENS)]):
+        for count, end in reversed(starts[1 : max(1, len(starts) - HELD_PRETOKENS + 1)]):
             if self._splits(end):
                 self._cut(encoding.ids[:count], end)
                 break

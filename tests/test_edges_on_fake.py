@@ -553,6 +553,40 @@ class TestBrokenRuns:
         assert record.certificate("critic")["wasted"] == 0
 
 
+class GivenIds:
+    """A growing prompt whose ids a test decides."""
+
+    static_tokens = 0
+
+    def __init__(self, ids: range) -> None:
+        self.ids = ids
+
+    def feed(self, text: str) -> None:
+        pass
+
+
+class TestClaims:
+    def test_a_call_takes_the_edge_that_foresaw_most_of_it(self, lab: Lab) -> None:
+        model = lab.model()
+
+        async def ask_twice() -> list[session.Certificate]:
+            run = session.Session(model.pool, model.trace, 0)
+            upstream = model.pool.lease(0)
+            for ids in (range(64), range(100, 180)):
+                edge = run.open_edge(session.Upcoming("critic", ("critic",), 2, GivenIds(ids)), "writer", upstream, 1)
+                edge.feed("")
+            await asyncio.sleep(0.05)
+            call = session.Call("critic", Request(tuple(range(100, 200))), ("critic",), 2)
+            certificates = [answer[-1] for _ in range(2) async for answer in run.answer(call) if answer[-1]]
+            upstream.release()
+            return certificates
+
+        certificates = model.pool.loop.run(ask_twice())
+        assert [certificate.streamed for certificate in certificates] == [80, 0]
+        assert [certificate.wasted for certificate in certificates] == [0, 64]
+        assert [certificate.ids_equal for certificate in certificates] == [True, True]
+
+
 class TestFourWays:
     def run(self, graph: Any) -> list[dict[str, Any]]:
         async def asynchronously() -> list[dict[str, Any]]:

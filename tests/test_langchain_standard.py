@@ -64,6 +64,11 @@ class TestIntegration(ChatModelIntegrationTests):
         return {"invoke": [], "stream": []}
 
     @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        """So small a model repeats itself until the answer is cut off."""
+        return {"repetition_penalty": 1.3}
+
+    @property
     def supports_json_mode(self) -> bool:
         return True
 
