@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langgraph_pingpong.chat_model import ChatPingPong
-    from langgraph_pingpong.edges import agent_node
+    from langgraph_pingpong.edges import agent_node, streaming_edges
     from langgraph_pingpong.engines.fake_engine import FakeEngine
     from langgraph_pingpong.pool import EnginePool
     from langgraph_pingpong.trace import JsonLines
 
-__all__ = ["ChatPingPong", "EnginePool", "FakeEngine", "JsonLines", "agent_node"]
+__all__ = ["ChatPingPong", "EnginePool", "FakeEngine", "JsonLines", "agent_node", "streaming_edges"]
 
 _HOMES = {
     "ChatPingPong": "chat_model",
@@ -19,6 +19,7 @@ _HOMES = {
     "FakeEngine": "engines.fake_engine",
     "JsonLines": "trace",
     "agent_node": "edges",
+    "streaming_edges": "edges",
 }
 
 

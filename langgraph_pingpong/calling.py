@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,6 +11,8 @@ from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import ensure_config
+
+from langgraph_pingpong.edges import REHEARSAL, Rehearsal
 
 _CONFIG: ContextVar[RunnableConfig | None] = ContextVar("langgraph_pingpong_config", default=None)
 
@@ -41,6 +43,8 @@ class ConfigAwareChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> AIMessage:
         """Answer a prompt."""
+        if rehearsal := REHEARSAL.get():
+            return self._rehearse(rehearsal, input, kwargs)
         with _calling(config):
             return super().invoke(input, config, stop=stop, **kwargs)
 
@@ -53,6 +57,8 @@ class ConfigAwareChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> AIMessage:
         """Answer a prompt."""
+        if rehearsal := REHEARSAL.get():
+            return self._rehearse(rehearsal, input, kwargs)
         with _calling(config):
             return await super().ainvoke(input, config, stop=stop, **kwargs)
 
@@ -65,6 +71,9 @@ class ConfigAwareChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[AIMessageChunk]:
         """Answer a prompt piece by piece."""
+        if rehearsal := REHEARSAL.get():
+            yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
+            return
         chunks = super().stream(input, config, stop=stop, **kwargs)
         # Only while the first chunk is made: a generator shares its caller's context, so that what it sets there
         # would be seen by the caller between chunks.
@@ -82,9 +91,15 @@ class ConfigAwareChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[AIMessageChunk]:
         """Answer a prompt piece by piece."""
+        if rehearsal := REHEARSAL.get():
+            yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
+            return
         async with aclosing(super().astream(input, config, stop=stop, **kwargs)) as chunks:  # type: ignore[type-var]
             with _calling(config):
                 first = await anext(chunks)
             yield first
             async for chunk in chunks:
                 yield chunk
+
+    def _rehearse(self, rehearsal: Rehearsal, input: LanguageModelInput, kwargs: Mapping[str, Any]) -> AIMessage:
+        return rehearsal.on_call(self, self._convert_input(input).to_messages(), kwargs)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,13 +22,16 @@ from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
 from langgraph_pingpong.edges import running_task
+from langgraph_pingpong.edges.sources import RenderMessages
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
-from langgraph_pingpong.planning import Render, make_plan
+from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.loop import LoopThread
+from langgraph_pingpong.planning import PlannedCall, planner_of
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
 from langgraph_pingpong.serving import LazyServing, Serving, make_serving, serving_on
-from langgraph_pingpong.session import Call, Certificate, session_of
+from langgraph_pingpong.session import Call, Certificate, Session, session_of
 from langgraph_pingpong.settings import ENGINE_SETTINGS, Settings
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
@@ -238,25 +244,23 @@ class ChatPingPong(Settings):
                 yield chunk
 
     def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
-        serving, call = self._prepare(messages, terms, current_config())
+        prepared = self._prepare(messages, terms, current_config())
         made = AnswerChunks(self.model or "default")
-        with closing(serving.pool.loop.iterate(lambda: self._answer(serving, *call))) as answers:
+        with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
             for answer in answers:
                 if chunk := made.chunk(*answer):
                     yield answer[0].index, chunk
 
     async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
         # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
-        serving, call = await asyncio.to_thread(self._prepare, messages, terms, current_config())
+        prepared = await asyncio.to_thread(self._prepare, messages, terms, current_config())
         made = AnswerChunks(self.model or "default")
-        async with aclosing(serving.pool.loop.aiterate(lambda: self._answer(serving, *call))) as answers:
+        async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
                 if chunk := made.chunk(*answer):
                     yield answer[0].index, chunk
 
-    def _prepare(
-        self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig
-    ) -> tuple[Serving, tuple[Call, object]]:
+    def _prepare(self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig) -> _Prepared:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""
         serving = self._serving()
         ids = tuple(serving.template.encode(self._rendered(messages, terms)))
@@ -269,10 +273,15 @@ class ChatPingPong(Settings):
         sampling, read = self._reading(serving, terms, ids)
         request = Request(ids, {"max_tokens": room, **sampling})
         if task is None:
-            return serving, (Call(node, request, read=read), None)
-        streams = self.overlap == "on" and len(serving.pool.engines) > 1
-        plan = make_plan(task, serving.template, lambda model: _renderer_of(model, serving)) if streams else None
-        return serving, (Call(node, request, task.site, task.step, plan, self.defer_downstream, read), task.owner)
+            return _Prepared(serving, Call(request, read=read))
+        if self.overlap == "off" or len(serving.pool.engines) < 2:
+            key = CallKey(task.site, push=task.push)
+            return _Prepared(serving, Call(request, key, task.step, read=read), task.owner)
+        planned = planner_of(serving.pool).begin(
+            task, messages, serving.template, partial(self._rendered, terms=terms), partial(_renderer_of, serving)
+        )
+        call = Call(request, planned.record.key, task.step, planned.plan, self.defer_downstream, read)
+        return _Prepared(serving, call, task.owner, planned)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""
@@ -295,14 +304,53 @@ class ChatPingPong(Settings):
         )
         return open_parser(expected, serving.template, ids, terms.sampling)
 
-    async def _answer(self, serving: Serving, call: Call, owner: object) -> AsyncGenerator[Answer]:
-        session = session_of(owner, serving.pool, self._trace)
+    async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
+        session = prepared.session(self._trace)
+        content: list[str] = []
+        answer: str | None = None
         try:
-            async with asyncio.timeout(self.timeout), aclosing(session.answer(call)) as answers:
-                async for answer in answers:
-                    yield answer
+            async with asyncio.timeout(self.timeout), aclosing(session.answer(prepared.call)) as answers:
+                async for delta, said, certificate in answers:
+                    if delta.index == 0:
+                        content.append(said.content)
+                    if certificate is not None:
+                        answer = "".join(content)
+                        prepared.end(answer)  # before the node goes on: its next call draws on this answer
+                    yield delta, said, certificate
         except TimeoutError as error:
             raise CallTimedOut(f"The answer was not complete after {self.timeout} s.") from error
+        finally:
+            if answer is None:
+                prepared.end(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A call, ready for the engine."""
+
+    serving: Serving
+    call: Call
+    owner: object = None
+    planned: PlannedCall | None = None
+
+    def session(self, trace: Trace) -> Session:
+        """The session of the run the call is part of; it ends with the run of the call's graph."""
+        pool = self.serving.pool
+        session = session_of(self.owner, pool, trace)
+        if self.planned is not None:
+            self.planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
+        return session
+
+    def end(self, answer: str | None) -> None:
+        """The call is over; `answer` is its text, None if it did not finish."""
+        if self.planned is not None:
+            self.planned.end(answer)
+
+
+def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:
+    """The run of a graph is over. The session is held weakly: waiting for that must not keep the engines alive."""
+    if (alive := session()) is not None:
+        loop.call_soon(alive.close, graph)
 
 
 def _single(terms: Terms) -> Terms:
@@ -311,13 +359,12 @@ def _single(terms: Terms) -> Terms:
     return terms
 
 
-def _renderer_of(model: Runnable[Any, Any], serving: Serving) -> Render | None:
-    """Renders prompts as another node's model does, if it is served by the same engines."""
-    kwargs: dict[str, Any] = {}
+def _renderer_of(serving: Serving, model: Any, more: Mapping[str, Any]) -> RenderMessages | None:
+    """Renders prompts as another node's model does, with `more` arguments, if it is served by the same engines."""
+    kwargs = dict(more)
     while isinstance(model, RunnableBinding):
         kwargs = {**model.kwargs, **kwargs}
         model = model.bound
     if not isinstance(model, ChatPingPong) or model._serving().pool is not serving.pool:
         return None
-    bound = model
-    return lambda messages: bound._render(messages, kwargs)
+    return partial(model._render, kwargs=kwargs)

@@ -55,13 +55,15 @@ class GrowingIds:
         self._drops_space = False  # the marker before the tail eats white space, and the tail is still empty
         self._grow(text, rendered=True)
 
-    def append(self, text: str) -> int:
-        """Add text, in which markers count only if the template does not escape them.
+    def append(self, text: str, *, rendered: bool = False) -> int:
+        """Add what a model says, in which markers count only if the template does not escape them, or rendered text.
 
         Returns how many ids became final.
         """
         known = len(self.ids)
-        self._grow(text, rendered=not self._template.escape_markers)
+        if rendered:  # so that the markers of the rendered text are told from those that a model spelled before it
+            self._tail = self._template.escape(self._tail)
+        self._grow(text, rendered or not self._template.escape_markers)
         return len(self.ids) - known
 
     def rest(self) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -43,7 +44,8 @@ class LoopThread:
     """An event loop in a daemon thread."""
 
     def __init__(self, name: str = "langgraph-pingpong") -> None:
-        self._loop = asyncio.new_event_loop()
+        # In an empty context, as everything here: the loop would keep that of the node that made it.
+        self._loop = contextvars.Context().run(asyncio.new_event_loop)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._submitting = threading.Lock()
         self._closed = False
@@ -75,8 +77,14 @@ class LoopThread:
             if self._closed:
                 work.close()
                 raise EngineDead("The engines were closed.")
-            self._loop.call_soon_threadsafe(start)
+            # In an empty context: the caller's would be kept by whatever the task schedules.
+            self._loop.call_soon_threadsafe(start, context=contextvars.Context())
         return Remote(ended, cancel)
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run a callback on the loop thread, if it still runs; safe from anywhere, finalizers included."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args, context=contextvars.Context())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop thread and wait for it; an interrupt cancels it first."""

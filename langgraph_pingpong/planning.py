@@ -1,4 +1,4 @@
-"""From a running task to the growing prompts that follow it. Runs beside the call, never in its way."""
+"""From a call that is being answered to the growing prompts that follow it. Runs beside the call, never in its way."""
 
 from __future__ import annotations
 
@@ -6,53 +6,140 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import BaseMessage, convert_to_messages, convert_to_openai_messages
 
-from langgraph_pingpong.edges import Predicted, RunningTask, predict
-from langgraph_pingpong.session import Plan, Upcoming
-from langgraph_pingpong.tokens import PROBES, ChatTemplate, GrowingPrompt, prompt_shape
+from langgraph_pingpong.edges.book import CallRecord, RunBook, note_sources
+from langgraph_pingpong.edges.langgraph_internals import (
+    RunningTask,
+    input_of,
+    spec_of,
+    state_of,
+    when_graph_ends,
+)
+from langgraph_pingpong.edges.learned import LearnedEdges
+from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, RenderMessages, foresee
+from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes
+from langgraph_pingpong.pool import EnginePool
+from langgraph_pingpong.streaming_edge import Upcoming
+from langgraph_pingpong.tokens import ChatTemplate, Message
 
 T = TypeVar("T")
 
 PLAN_WITHIN_S = 2.0
 """How long the plan of a call may take, in seconds; what comes later is dropped."""
 
-Render = Callable[[Sequence[BaseMessage]], str]
-"""Renders a prompt the way a node's model does, with what was bound to it: tools, template arguments."""
+MAX_RUNS = 256
+"""Runs whose calls are remembered."""
 
-RendererOf = Callable[[Any], Render | None]
-"""The renderer of a node's model, or None if that model is not served by the same pool."""
-
-
-def make_plan(task: RunningTask, template: ChatTemplate, renderer_of: RendererOf) -> Plan:
-    """A plan for the call that `task` is making, on a pool that serves the model of `template`."""
-
-    async def plan() -> Sequence[Upcoming]:
-        return await in_daemon_thread(lambda: upcoming_calls(task, template, renderer_of), PLAN_WITHIN_S)
-
-    return plan
+MAX_TARGETS = 8
+"""Prompts that are prefilled at most while one call is answered."""
 
 
-def upcoming_calls(task: RunningTask, template: ChatTemplate, renderer_of: RendererOf) -> list[Upcoming]:
-    """The calls that follow the one `task` is making, each with its prompt up to where the answer goes.
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """A call whose followers are being looked for."""
 
-    Each prompt is rendered for two made-up answers; their difference shows where and how the answer is used.
-    """
-    first, second = (predict(task, probe) for probe in PROBES)
-    if [ahead.site for ahead in first] != [ahead.site for ahead in second]:
-        return []
-    return [up for pair in zip(first, second, strict=True) if (up := _upcoming(*pair, template, renderer_of))]
+    record: CallRecord
+    plan: Callable[[], Any]
+    _book: RunBook
+
+    def close_with_graph(self, close: Callable[[tuple[str, ...]], None]) -> None:
+        """Call `close` with the site of the call's graph when the run of that graph is over."""
+        task = self.record.task
+        if task is not None and self._book.is_first_of_graph(task):
+            when_graph_ends(task, partial(close, task.site[:-1]))
+
+    def end(self, answer: str | None) -> None:
+        """The call is over; `answer` is its text, None if it did not finish."""
+        self._book.end(self.record, answer)
 
 
-def _upcoming(first: Predicted, second: Predicted, template: ChatTemplate, renderer_of: RendererOf) -> Upcoming | None:
-    render = renderer_of(first.model)
-    if render is None:
-        return None
-    shape = prompt_shape(render(first.messages), render(second.messages))
-    return Upcoming(first.site[-1], first.site, first.step, GrowingPrompt(template, shape))
+class Planner:
+    """Knows the runs on one pool, and what was learned from them."""
+
+    def __init__(self) -> None:
+        self.learned = LearnedEdges()
+        self._books: OrderedDict[int, tuple[object, RunBook]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        task: RunningTask,
+        messages: Sequence[BaseMessage],
+        template: ChatTemplate,
+        render: RenderMessages,
+        others: RendererOf,
+    ) -> PlannedCall:
+        """A call begins. Its plan gives the prompts that follow it.
+
+        Args:
+            task: the task that makes the call.
+            messages: its prompt.
+            template: the chat template that all models on the pool share.
+            render: how this call's prompt is rendered.
+            others: how prompts of other nodes' models are rendered.
+        """
+        book = self._book(task.owner)
+        record = book.begin(task, convert_to_openai_messages(messages), partial(_render_turns, render))
+
+        async def plan() -> Sequence[Upcoming]:
+            return await in_daemon_thread(lambda: self._upcoming(record, book, template, others), PLAN_WITHIN_S)
+
+        return PlannedCall(record, plan, book)
+
+    def _upcoming(
+        self, record: CallRecord, book: RunBook, template: ChatTemplate, others: RendererOf
+    ) -> list[Upcoming]:
+        """Learn from the call, then look ahead."""
+        task = record.task
+        if task is None:  # it is over already
+            return []
+        tenant = task.config["configurable"].get("tenant")
+        spec = spec_of(task)
+        record.spec = weakref.ref(spec)
+        note_sources(record, state_of(task), input_of(task))
+        self._learn(record, book, tenant)
+        self.learned.began(spec, tenant, record)
+        moment = Moment(task, record, book, Probes(), others)
+        ahead = [] if not record.alone else foresee(moment, self.learned, tenant)
+        return [_upcoming(one, template) for one in ahead[:MAX_TARGETS] if one.segments]
+
+    def _learn(self, record: CallRecord, book: RunBook, tenant: Hashable) -> None:
+        answers = {key: text for key, text in book.answers().items() if text}
+        for before in book.predecessors(record):
+            if before.alone and record.alone:
+                self.learned.observe(tenant, before, record, answers)
+
+    def _book(self, owner: object) -> RunBook:
+        with self._lock:
+            _, book = self._books.setdefault(id(owner), (owner, RunBook()))
+            self._books.move_to_end(id(owner))
+            if len(self._books) > MAX_RUNS:
+                self._books.popitem(last=False)
+            return book
+
+
+def _upcoming(ahead: Ahead, template: ChatTemplate) -> Upcoming:
+    return Upcoming(ahead.key, ahead.step, ahead.source, GrowingPrompt(template, ahead.segments))
+
+
+def _render_turns(render: RenderMessages, turns: Sequence[Message]) -> str:
+    return render(convert_to_messages([dict(turn) for turn in turns]))
+
+
+def planner_of(pool: EnginePool) -> Planner:
+    """The planner of a pool; models that share a pool share it."""
+    if pool.planner is None:
+        pool.planner = Planner()
+    planner: Planner = pool.planner
+    return planner
 
 
 async def in_daemon_thread(work: Callable[[], T], timeout_s: float) -> T:

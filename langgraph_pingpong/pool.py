@@ -54,6 +54,8 @@ class EnginePool:
         self.engines = tuple(engines)
         self.runs: OrderedDict[int, Any] = OrderedDict()
         """The sessions on this pool; session.py fills it. They end with the pool."""
+        self.planner: Any = None
+        """What was learned from the runs on this pool; planning.py fills it."""
         self._loads = [0] * len(self.engines)
         self._loop = LoopThread()
         self._starting = threading.Lock()

@@ -11,7 +11,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -182,62 +181,6 @@ class ChatTemplate:
         """
         settled = len(text.rstrip().rstrip("\N{REPLACEMENT CHARACTER}"))
         return min(settled, len(text) - _open_end(text, self._added_starts))
-
-
-@dataclass(frozen=True, slots=True)
-class PromptShape:
-    """How an upstream's text occurs in a downstream prompt.
-
-    `before` is the rendered text up to it. `literal` tells that the text follows as it is; then it can be
-    streamed. Else only `before` is known in advance.
-    """
-
-    before: str
-    literal: bool
-
-
-PROBES = (
-    "Zq7 probe",
-    'Kx3 "second"  probe,\nwith\ttabs, naïve ünïcode 潮池 and more. ' + "It goes on. " * 160 + "End",
-)
-"""Two made-up answers. The second holds what templates and prompts like to change: quotes, line breaks, doubled
-spaces, letters beyond ASCII, and length. Text that survives both as it is, is used as it is."""
-
-
-class GrowingPrompt:
-    """A downstream prompt whose upstream text is still coming: the ids of it that are final."""
-
-    def __init__(self, template: ChatTemplate, shape: PromptShape) -> None:
-        self._growing = template.growing(shape.before)
-        self._literal = shape.literal
-        self.static_tokens = len(self._growing.ids)
-        """How many of the ids were known before the upstream said anything."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """The final ids so far, a prefix of the downstream's prompt as far as can be known."""
-        return self._growing.ids
-
-    def feed(self, text: str) -> None:
-        """Take more of the upstream's text."""
-        if self._literal and text:
-            self._growing.append(text)
-
-
-def prompt_shape(first: str, second: str) -> PromptShape:
-    """Find out how a prompt uses a text, from its renderings with the two `PROBES` in that text's place."""
-    cuts = [text.find(probe) for text, probe in zip((first, second), PROBES, strict=True)]
-    if min(cuts) >= 0 and first[: cuts[0]] == second[: cuts[1]]:
-        return PromptShape(first[: cuts[0]], literal=True)
-    return PromptShape(first[: common_prefix(first, second)], literal=False)
-
-
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many leading elements are equal."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))
 
 
 def _starts(texts: Iterable[str]) -> Starts:

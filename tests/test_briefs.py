@@ -74,9 +74,7 @@ def test_roles_read_different_reference_texts_first() -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_the_longest_brief_holds_every_reference_text_whole(role: str) -> None:
     text = brief(role, held(role), count)
-    references = sorted(
-        files("graphs").joinpath("texts", "reference").iterdir(), key=lambda entry: entry.name
-    )
+    references = sorted(files("graphs").joinpath("texts", "reference").iterdir(), key=lambda entry: entry.name)
     assert len(references) >= len(ROLES)
     assert all(entry.read_text(encoding="utf-8").strip() in text for entry in references)
 

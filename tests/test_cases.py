@@ -18,13 +18,17 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import RetryPolicy
 from typing_extensions import TypedDict
 
-from langgraph_pingpong import EnginePool, FakeEngine, agent_node, session
+from langgraph_pingpong import EnginePool, FakeEngine, agent_node, streaming_edge
 from langgraph_pingpong.edges import AgentNode
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import TemplateRefused
-from langgraph_pingpong.session import Session, Upcoming
-from langgraph_pingpong.tokens import PROBES, ChatTemplate, GrowingPrompt, common_prefix, prompt_shape
+from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, common_prefix
+from langgraph_pingpong.pool import Lease
+from langgraph_pingpong.session import Session
+from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
+from langgraph_pingpong.tokens import ChatTemplate
 from langgraph_pingpong.trace import Trace
+from tests.growing_prompts import CRITIC, WRITER, segments_of
 from tests.shipped_tokenizers import qwen
 
 if TYPE_CHECKING:
@@ -140,13 +144,13 @@ class TestGrowingDrafts:
 
     def test_a_draft_cut_anywhere_gives_a_true_prefix(self) -> None:
         tokens = self.template()
-        shape = prompt_shape(*(tokens.render(self.quoting(probe)) for probe in PROBES))
+        segments = segments_of(lambda text: tokens.render(self.quoting(text)))
         whole = tokens.prompt_ids(self.quoting(self.DRAFT))
         for cut in range(len(self.DRAFT) + 1):
-            prompt = GrowingPrompt(tokens, shape)
-            prompt.feed(self.DRAFT[:cut])
+            prompt = GrowingPrompt(tokens, segments)
+            prompt.feed(WRITER, self.DRAFT[:cut])
             assert tuple(prompt.ids) == whole[: len(prompt.ids)]
-            prompt.feed(self.DRAFT[cut:])
+            prompt.feed(WRITER, self.DRAFT[cut:])
             assert tuple(prompt.ids) == whole[: len(prompt.ids)]
             assert 20 <= len(prompt.ids) <= 24
 
@@ -270,12 +274,20 @@ class GivenIds:
     """A growing prompt whose ids a test decides."""
 
     static_tokens = 0
+    reach = 1
+    calls: frozenset[CallKey] = frozenset({WRITER})
 
     def __init__(self) -> None:
         self.ids: list[int] = []
 
-    def feed(self, text: str) -> None:
+    def feed(self, call: CallKey, text: str) -> None:
         self.ids = list(range(int(text)))
+
+
+def opened(run: Session, lease: Lease) -> StreamingEdge:
+    """An edge from the writer to the critic whose prompt a test decides."""
+    run.open_edge(Upcoming(CRITIC, 2, "declared", GivenIds()), WRITER, lease, 1)
+    return run._edges[CRITIC]
 
 
 class TestWholeBlocks:
@@ -312,12 +324,12 @@ class TestWholeBlocks:
         engines = [FakeEngine(f"fake:{n}", block_size=block) for n in range(2)]
         pool = EnginePool(engines)
 
-        async def grow() -> session.Prefilled:
+        async def grow() -> Prefilled:
             run = Session(pool, Trace(), 0)
             lease = pool.lease(0)
-            edge = run.open_edge(Upcoming("critic", ("critic",), 2, GivenIds()), "writer", lease, 1)
+            edge = opened(run, lease)
             for size in sizes:
-                edge.feed(str(size))
+                edge.feed(WRITER, str(size))
                 await asyncio.sleep(0.01)
             prefilled = edge.finalize(range(sizes[-1] + 5))
             await edge.stopped()
@@ -337,9 +349,9 @@ class TestWholeBlocks:
         pool = EnginePool(engines)
 
         async def grow() -> None:
-            edge = Session(pool, Trace(), 0).open_edge(Upcoming("c", ("c",), 2, GivenIds()), "w", pool.lease(0), 1)
+            edge = opened(Session(pool, Trace(), 0), pool.lease(0))
             for size in (16, 40, 64, 99):
-                edge.feed(str(size))
+                edge.feed(WRITER, str(size))
                 await asyncio.sleep(0.01)
             gate.set()
             await asyncio.sleep(0.05)
@@ -356,7 +368,7 @@ class TestStopping:
 
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session, "UNCLAIMED_AFTER_S", 0.2)
+        monkeypatch.setattr(streaming_edge, "UNCLAIMED_AFTER_S", 0.2)
 
     @pytest.fixture
     def writing(self, lab: Lab) -> tuple[Any, Recorder]:

@@ -20,7 +20,9 @@ LAYERS = """
 errors
 trace segments engines.base
 growing config default_model loop engines.main_guard
-tokens pool edges
+tokens pool
+growing_prompt
+streaming_edge edges
 engines.fake_engine engines.vllm_engine engines.vllm_parsers session
 serving planning prompts tools
 calls calling answers

@@ -118,9 +118,7 @@ def test_appends_start_after_the_upstreams_first_token(five_inputs: list[dict[st
         assert all(e.t >= first_token[upstream[e.node]] for e in appends)
 
 
-def test_every_way_of_calling_gives_the_same(
-    real_model: ChatPingPong, five_inputs: list[dict[str, Any]]
-) -> None:
+def test_every_way_of_calling_gives_the_same(real_model: ChatPingPong, five_inputs: list[dict[str, Any]]) -> None:
     """Sync, async twice in a row, sync within a running loop, and from a thread, all in one process."""
     graph, expected = chain(real_model), five_inputs[1]["off"]
 

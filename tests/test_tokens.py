@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.errors import ModelNotFound, NoChatTemplate, TemplateRefused
-from langgraph_pingpong.tokens import (
-    PROBES,
-    ChatTemplate,
-    GrowingPrompt,
-    common_prefix,
-    load_tokenizer,
-    parse_tool_arguments,
-    prompt_shape,
-)
+from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes, Stream, common_prefix
+from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer, parse_tool_arguments
 from tests import shipped_tokenizers
+from tests.growing_prompts import WRITER, growing_with, segments_of
 
 NAMES = ("qwen", "smollm2", "tekken", "sentencepiece")
 ASTRONAUT = "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{ROCKET}"
@@ -56,9 +50,9 @@ def quoting(text: str) -> list[dict[str, Any]]:
 
 def growing(name: str) -> tuple[GrowingPrompt, ChatTemplate]:
     """The growing prompt of a node that quotes what another says."""
-    shape = prompt_shape(*(template(name).render(quoting(probe)) for probe in PROBES))
-    assert shape.literal
-    return GrowingPrompt(template(name), shape), template(name)
+    prompt = growing_with(template(name), quoting)
+    assert prompt.calls == {WRITER}
+    return prompt, template(name)
 
 
 def expect_prefix(name: str, pieces: Sequence[str]) -> list[int]:
@@ -67,7 +61,7 @@ def expect_prefix(name: str, pieces: Sequence[str]) -> list[int]:
     whole = list(tokens.prompt_ids(quoting("".join(pieces))))
     for count, piece in enumerate(pieces, start=1):
         before = len(prompt.ids)
-        prompt.feed(piece)
+        prompt.feed(WRITER, piece)
         given_out = list(prompt.ids)
         assert len(given_out) >= before, "an id was taken back"
         assert given_out == whole[: len(given_out)], pieces[:count]
@@ -115,32 +109,32 @@ class TestWhatIsGivenOut:
         for (
             piece
         ) in f"So {ASTRONAUT}{ASTRONAUT} fly. \u1019\u103c\u1014\u103a\u1019\u102c \u0e20\u0e32\u0e29\u0e32 said.":
-            prompt.feed(piece)
+            prompt.feed(WRITER, piece)
             assert "\ufffd" not in tokens.tokenizer.decode(list(prompt.ids))
 
     def test_does_not_end_in_white_space_that_a_template_may_strip(self) -> None:
         prompt, tokens = growing("qwen")
         for piece in ("One two three four.", "\n", "\n", "   "):
-            prompt.feed(piece)
+            prompt.feed(WRITER, piece)
         given_out = tokens.tokenizer.decode(list(prompt.ids))
         assert given_out.endswith("One two")
 
     def test_costs_the_same_however_long_the_text_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         prompt, tokens = growing("qwen")
-        prompt.feed("Tide pools empty twice a day. " * 1000)
+        prompt.feed(WRITER, "Tide pools empty twice a day. " * 1000)
         seen: list[int] = []
         before = tokens.unsettled_from
         monkeypatch.setattr(tokens, "unsettled_from", lambda text: (seen.append(len(text)), before(text))[1])
         for _ in range(20):
-            prompt.feed(" again")
+            prompt.feed(WRITER, " again")
         assert seen
         assert max(seen) < 200, "the whole text is looked at again with every piece"
 
 
 class TestPromptShape:
     def of(self, use: Any) -> tuple[str, bool]:
-        shape = prompt_shape(*(f"Text: {use(probe)} End." for probe in PROBES))
-        return shape.before, shape.literal
+        before, *rest = segments_of(lambda text: f"Text: {use(text)} End.")
+        return before, rest[:1] == [Stream(WRITER)]
 
     def test_of_a_text_used_as_it_is(self) -> None:
         assert self.of(str) == ("Text: ", True)
@@ -166,7 +160,8 @@ class TestPromptShape:
         before, literal = self.of(use)
         assert not literal
         assert before.startswith("Text: ")
-        assert all(f"Text: {use(probe)} End.".startswith(before) for probe in PROBES)
+        probes = Probes()
+        assert all(f"Text: {use(probes.of(WRITER, variant))} End.".startswith(before) for variant in (0, 1))
 
     def test_of_a_text_that_is_not_used_is_the_whole_prompt(self) -> None:
         assert self.of(lambda text: "nothing") == ("Text: nothing End.", False)
@@ -174,20 +169,18 @@ class TestPromptShape:
     def test_of_a_template_that_strips_a_text(self) -> None:
         strips = "{% for m in messages %}{{ m.content | trim }}|{% endfor %}"
         tokens = ChatTemplate(shipped_tokenizers.qwen(), strips)
-        shape = prompt_shape(*(tokens.render([{"role": "user", "content": probe}]) for probe in PROBES))
-        prompt = GrowingPrompt(tokens, shape)
+        prompt = growing_with(tokens, lambda text: [{"role": "user", "content": text}])
         for piece in ("One two three four", " five six   ", "\n\n"):
-            prompt.feed(piece)
+            prompt.feed(WRITER, piece)
         whole = tokens.prompt_ids([{"role": "user", "content": "One two three four five six   \n\n"}])
         assert tuple(prompt.ids) == whole[: len(prompt.ids)]
         assert len(prompt.ids) >= 3
 
     def test_a_prompt_that_is_not_literal_takes_no_text(self) -> None:
         tokens = template("smollm2")
-        shape = prompt_shape(*(tokens.render(quoting(probe.upper())) for probe in PROBES))
-        prompt = GrowingPrompt(tokens, shape)
+        prompt = growing_with(tokens, lambda text: quoting(text.upper()))
         known = list(prompt.ids)
-        prompt.feed("Tide pools empty twice a day. " * 5)
+        prompt.feed(WRITER, "Tide pools empty twice a day. " * 5)
         assert list(prompt.ids) == known
         assert prompt.static_tokens == len(known) > 0
 

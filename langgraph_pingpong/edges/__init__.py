@@ -1,6 +1,18 @@
 """Edges: which calls of the model come next, and what their prompts will be."""
 
-from langgraph_pingpong.edges.declared import AgentNode, Predicted, agent_node, predict
+from langgraph_pingpong.edges.declared import AgentNode, agent_node
 from langgraph_pingpong.edges.langgraph_internals import RunningTask, running_task
+from langgraph_pingpong.edges.options import NodeOptions, options_of, streaming_edges
+from langgraph_pingpong.edges.rehearsal import REHEARSAL, Rehearsal
 
-__all__ = ["AgentNode", "Predicted", "RunningTask", "agent_node", "predict", "running_task"]
+__all__ = [
+    "REHEARSAL",
+    "AgentNode",
+    "NodeOptions",
+    "Rehearsal",
+    "RunningTask",
+    "agent_node",
+    "options_of",
+    "running_task",
+    "streaming_edges",
+]

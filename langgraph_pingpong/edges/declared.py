@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from langchain_core.language_models import LanguageModelInput
@@ -12,7 +11,6 @@ from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from langgraph_pingpong.edges.langgraph_internals import RunningTask, next_tasks, node_of
 from langgraph_pingpong.errors import ConfigError
 
 Prompt = BasePromptTemplate[Any] | Callable[[Any], LanguageModelInput]
@@ -76,31 +74,6 @@ def agent_node(model: Runnable[LanguageModelInput, AIMessage], *, prompt: Prompt
     if not (callable(writes) or (isinstance(writes, str) and writes)):
         raise ConfigError(f"writes must be a state key or a function of the answer, not {writes!r}.")
     return AgentNode(model, prompt, writes)
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """A call of a model that comes next, with its messages."""
-
-    site: tuple[str, ...]
-    step: int
-    model: Runnable[Any, Any]
-    messages: Sequence[BaseMessage]
-
-
-def predict(task: RunningTask, text: str) -> list[Predicted]:
-    """The model calls that follow if the model now answers `text` to the declared node `task`.
-
-    Runs the prompts of the nodes that come next, and whatever they raise comes through.
-    """
-    node = node_of(task)
-    if not isinstance(node, AgentNode):
-        return []
-    return [
-        Predicted(ahead.site, ahead.step, ahead.node.model, ahead.node.messages(ahead.input))
-        for ahead in next_tasks(task, node.update(AIMessage(text)))
-        if isinstance(ahead.node, AgentNode)
-    ]
 
 
 def _to_messages(prompt: LanguageModelInput) -> list[BaseMessage]:

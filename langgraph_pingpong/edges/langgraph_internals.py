@@ -1,8 +1,8 @@
 """Every private name of LangGraph that this package uses, and nothing else uses any.
 
-From the config a node's model call carries, it finds the running task and its loop, and it asks LangGraph's own
-functions which tasks would come next if the node returned a given update. Where LangGraph has moved, `usable()`
-is false: edges are then off, with one warning, and every call runs plain.
+From the config that a node's model call carries, it finds the running task and its loop, and it asks LangGraph's own
+functions which tasks would come next if the node returned a given update. Where LangGraph has moved, `usable()` is
+false: edges are then off, with one warning, and every call runs plain.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextvars
 import copy
 import functools
 import logging
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -29,24 +30,37 @@ TESTED = ((1, 2), (2, 0))
 class RunningTask:
     """A node's task while it runs: where it stands in the graph, and the loop that runs it.
 
-    `site` names the enclosing graphs' nodes and the node; `owner` is shared by every task of one run.
+    `site` names the enclosing graphs' nodes and the node; `push` is the position of a `Send`; `owner` is shared by
+    every task of one run.
     """
 
     site: tuple[str, ...]
+    push: int | None
     step: int
+    attempt: int
     owner: object
     task_id: str
     loop: Any
+    config: RunnableConfig
 
 
 @dataclass(frozen=True, slots=True)
 class NextTask:
-    """A task that would run next, with the input it would get."""
+    """A task that would run next: its node as it was given to `add_node`, and the input it would get."""
 
     site: tuple[str, ...]
+    push: int | None
     step: int
+    spec: Any
     node: Runnable[Any, Any]
     input: Any
+
+
+UNKNOWN = object()
+"""An update that cannot be told."""
+
+SiblingUpdate = Callable[[tuple[str, ...], int | None, Runnable[Any, Any]], Any]
+"""What another running task (its site, push and node) would return, or `UNKNOWN`."""
 
 
 def running_task(config: RunnableConfig) -> RunningTask | None:
@@ -62,13 +76,24 @@ def running_task(config: RunnableConfig) -> RunningTask | None:
 
 def _read_task(config: RunnableConfig) -> RunningTask:
     metadata, configurable = config["metadata"], config["configurable"]
+    runtime = configurable["__pregel_runtime"]
     return RunningTask(
         site=_site(metadata["langgraph_checkpoint_ns"]),
+        push=_push(metadata["langgraph_path"]),
         step=metadata["langgraph_step"],
-        owner=configurable["__pregel_runtime"].control,
+        attempt=runtime.execution_info.node_attempt,
+        owner=runtime.control,
         task_id=configurable["__pregel_task_id"],
-        loop=configurable["__pregel_call"].keywords["schedule_task"].__self__,
+        loop=_loop(configurable["__pregel_call"]),
+        config=config,
     )
+
+
+def _loop(call: Any) -> Any:
+    """The loop behind the function that schedules tasks; a node with a timeout has it wrapped in a closure."""
+    if not hasattr(call, "keywords"):
+        call = next(cell.cell_contents for cell in call.__closure__ if hasattr(cell.cell_contents, "keywords"))
+    return call.keywords["schedule_task"].__self__
 
 
 def _site(namespace: str) -> tuple[str, ...]:
@@ -76,38 +101,96 @@ def _site(namespace: str) -> tuple[str, ...]:
     return tuple(part.partition(":")[0] for part in namespace.split("|"))
 
 
+def _push(path: tuple[Any, ...]) -> int | None:
+    return path[1] if path[0] == "__pregel_push" and isinstance(path[1], int) else None
+
+
+def spec_of(task: RunningTask) -> Any:
+    """The node's own object in the compiled graph, the same in every run; for a functional task its caller's."""
+    nodes = task.loop.nodes
+    return nodes.get(task.site[-1]) or next(iter(nodes.values()))
+
+
 def node_of(task: RunningTask) -> Runnable[Any, Any] | None:
-    """What was given to `add_node`; None for a task of the functional API, which is no node."""
-    node = task.loop.nodes.get(task.site[-1])
-    return node.bound if node is not None else None
+    """What was given to `add_node`; None for a functional task."""
+    spec = task.loop.nodes.get(task.site[-1])
+    return spec.bound if spec is not None else None
 
 
-def next_tasks(task: RunningTask, update: Any) -> list[NextTask]:
+def input_of(task: RunningTask) -> Any:
+    """The state or `Send` argument that the node was given."""
+    return task.loop.tasks[task.task_id].input
+
+
+def state_of(task: RunningTask) -> Mapping[str, Any]:
+    """The values of the graph's channels at the start of the superstep, without LangGraph's own."""
+    channels = task.loop.channels
+    return {
+        name: channel.get()
+        for name, channel in channels.items()
+        if not name.startswith(("branch:", "__", "join:")) and channel.is_available()
+    }
+
+
+def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
+    """Call back when the run of the task's own graph is over: LangGraph lets go of its loop then."""
+    weakref.finalize(task.loop, callback).atexit = False
+
+
+def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:
     """The tasks that would run if the node returned `update` now.
 
-    This is LangGraph's own superstep on copies of its channels. Only static edges are followed: a conditional
-    edge would run the user's function on text that nobody has said. Nothing is foreseen beyond a breakpoint, or
-    while other tasks of the superstep are still running.
+    This is LangGraph's own superstep on copies of its channels. Only static edges and `Command`s are followed: a
+    conditional edge would run the user's function on text that nobody has said. `sibling_update` tells what the other
+    tasks of the superstep that still run would return; if one of them is unknown, nothing is foreseen. Nothing is
+    foreseen beyond a breakpoint.
     """
     loop = task.loop
-    if len(loop.tasks) > 1 or _breaks(loop.interrupt_after, task.site[-1]):
+    if _breaks(loop.interrupt_after, task.site[-1]):
         return []
-    tasks = _superstep(loop, loop.tasks[task.task_id], update)
+    writes = [_task_writes(loop.tasks[task.task_id], update)]
+    for other in _siblings(task):
+        if other_writes := _sibling_writes(task, other, sibling_update):
+            writes.append(other_writes)
+        else:
+            return []
     return [
-        NextTask((*task.site[:-1], ahead.name), task.step + 1, loop.nodes[ahead.name].bound, ahead.input)
-        for ahead in tasks.values()
+        NextTask(
+            site=(*task.site[:-1], ahead.name),
+            push=_push(ahead.path),
+            step=task.step + 1,
+            spec=loop.nodes[ahead.name],
+            node=loop.nodes[ahead.name].bound,
+            input=ahead.input,
+        )
+        for ahead in _superstep(loop, writes).values()
         if not _breaks(loop.interrupt_before, ahead.name)
     ]
 
 
-def _superstep(loop: Any, running: Any, update: Any) -> Mapping[str, Any]:
+def _siblings(task: RunningTask) -> Iterator[Any]:
+    return (other for other in task.loop.tasks.values() if other.id != task.task_id)
+
+
+def _sibling_writes(task: RunningTask, other: Any, sibling_update: SiblingUpdate | None) -> Any:
+    from langgraph.pregel._algo import PregelTaskWrites
+
+    if other.writes:
+        return PregelTaskWrites(other.path, other.name, deque(other.writes), other.triggers)
+    if sibling_update is None:
+        return None
+    site = (*task.site[:-1], other.name)
+    update = sibling_update(site, _push(other.path), task.loop.nodes[other.name].bound)
+    return None if update is UNKNOWN else _task_writes(other, update)
+
+
+def _superstep(loop: Any, writes: list[Any]) -> Mapping[str, Any]:
     from langgraph.checkpoint.base import copy_checkpoint
-    from langgraph.pregel._algo import PregelTaskWrites, apply_writes, prepare_next_tasks
+    from langgraph.pregel._algo import apply_writes, prepare_next_tasks
 
     channels, checkpoint = _copy_channels(loop.channels), copy_checkpoint(loop.checkpoint)
-    writes = PregelTaskWrites(running.path, running.name, _writes(running, update), running.triggers)
     get_next_version = loop.checkpointer_get_next_version
-    updated = apply_writes(checkpoint, channels, [writes], get_next_version, loop.trigger_to_nodes)
+    updated = apply_writes(checkpoint, channels, writes, get_next_version, loop.trigger_to_nodes)
     return prepare_next_tasks(
         checkpoint,
         [],
@@ -126,8 +209,9 @@ def _superstep(loop: Any, running: Any, update: Any) -> Mapping[str, Any]:
     )
 
 
-def _writes(running: Any, update: Any) -> deque[tuple[str, Any]]:
-    """What the node's static edges and state keys would be given."""
+def _task_writes(running: Any, update: Any) -> Any:
+    """What the task's static edges and state keys would be given."""
+    from langgraph.pregel._algo import PregelTaskWrites
     from langgraph.pregel._write import ChannelWrite
 
     writes: deque[tuple[str, Any]] = deque()
@@ -135,7 +219,44 @@ def _writes(running: Any, update: Any) -> deque[tuple[str, Any]]:
     for writer in running.writers:
         if isinstance(writer, ChannelWrite):
             writer.invoke(update, config)
-    return writes
+    return PregelTaskWrites(running.path, running.name, writes, running.triggers)
+
+
+def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableConfig:
+    """A config under which a node can be run without anyone noticing: what it writes, asks or schedules is lost."""
+    from langgraph.runtime import Runtime
+
+    def read(select: str | list[str], fresh: bool = False) -> Any:
+        return state.get(select) if isinstance(select, str) else {name: state[name] for name in select if name in state}
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a functional task cannot be rehearsed")
+
+    runtime = task.config["configurable"]["__pregel_runtime"]
+    store: Any = ReadOnlyStore(runtime.store) if runtime.store else None
+    quiet = Runtime(context=runtime.context, store=store)
+    return {
+        "metadata": {},
+        "configurable": {
+            "__pregel_send": lambda writes: None,
+            "__pregel_read": read,
+            "__pregel_call": refuse,
+            "__pregel_runtime": quiet,
+        },
+    }
+
+
+class ReadOnlyStore:
+    """A store that can be read and silently keeps nothing."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        """Reading methods are the store's own; any other is refused."""
+        if name in ("get", "search", "list_namespaces", "aget", "asearch", "alist_namespaces"):
+            return getattr(self._store, name)
+        raise RuntimeError(f"a rehearsal cannot call {name}() of the store")
 
 
 def _copy_channels(channels: Mapping[str, Any]) -> dict[str, Any]:

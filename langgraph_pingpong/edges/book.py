@@ -1,0 +1,164 @@
+"""What is remembered of a run: its calls, what each could draw from, and what it answered."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from langchain_core.messages import BaseMessage, convert_to_openai_messages
+
+from langgraph_pingpong.edges.langgraph_internals import RunningTask
+from langgraph_pingpong.edges.template import Message, Sources
+from langgraph_pingpong.growing_prompt import CallKey
+
+Answers = Mapping[CallKey, str]
+"""What calls answered."""
+
+Render = Callable[[Sequence[Message]], str]
+"""From messages to the prompt's text, with a call's own tools and template."""
+
+MAX_CALLS = 32
+"""Finished calls of one run that are remembered."""
+
+MAX_DEPTH = 3
+"""How deep the state is searched for texts."""
+
+MAX_TEXTS = 500
+"""Texts of one state that are looked at."""
+
+
+@dataclass
+class CallRecord:
+    """One call of the model within a run. `task` is let go of when the call ends."""
+
+    key: CallKey
+    step: int
+    messages: Sequence[Message]
+    render: Render
+    task: RunningTask | None
+    spec: weakref.ref[Any] | None = None
+    """The node's object in the compiled graph; what is learned of it ends with it."""
+    texts: Mapping[Hashable, str] = field(default_factory=dict)
+    lists: Mapping[Hashable, Sequence[Message]] = field(default_factory=dict)
+    answer: str = ""
+    began: int = 0
+    ended: int | None = None
+    alone: bool = True
+    """Whether no other call of the same task ran at the same time; else its number means nothing."""
+    followers: set[CallKey] = field(default_factory=set)
+
+
+class RunBook:
+    """The calls of one run, in the order of their beginnings and ends."""
+
+    def __init__(self) -> None:
+        self._clock = itertools.count(1)
+        self._lock = threading.Lock()
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.active: dict[CallKey, CallRecord] = {}
+        self.finished: OrderedDict[CallKey, CallRecord] = OrderedDict()
+
+    def begin(self, task: RunningTask, messages: Sequence[Message], render: Render) -> CallRecord:
+        """Note that a call begins."""
+        with self._lock:
+            attempt = (task.task_id, task.attempt)
+            number = self._numbers.get(attempt, 0)
+            self._numbers[attempt] = number + 1
+            record = CallRecord(CallKey(task.site, number, task.push), task.step, messages, render, task)
+            record.began = next(self._clock)
+            for other in self.active.values():
+                if other.task is not None and other.task.task_id == task.task_id:
+                    record.alone = other.alone = False
+            self.active[record.key] = record
+            return record
+
+    def is_first_of_graph(self, task: RunningTask) -> bool:
+        """Whether no call of this run of the task's own graph was seen before."""
+        with self._lock:
+            seen = task.loop in self._graphs
+            self._graphs.add(task.loop)
+            return not seen
+
+    def end(self, record: CallRecord, answer: str | None) -> None:
+        """Note that a call is over; without an answer it is as if it had not been."""
+        with self._lock:
+            record.task = None
+            if self.active.get(record.key) is record:
+                del self.active[record.key]
+            if answer is None:
+                return
+            record.answer, record.ended = answer, next(self._clock)
+            self.finished.pop(record.key, None)
+            self.finished[record.key] = record
+            if len(self.finished) > MAX_CALLS:
+                self.finished.popitem(last=False)
+
+    def predecessors(self, record: CallRecord) -> list[CallRecord]:
+        """The call that ended last before `record` began, and those that ran beside it."""
+        with self._lock:
+            before = [r for r in self.finished.values() if r.ended is not None and r.ended < record.began]
+        if not before:
+            return []
+        last = max(before, key=lambda r: r.ended or 0)
+        return [r for r in before if r is last or (r.ended or 0) > last.began]
+
+    def running(self) -> list[CallKey]:
+        """The calls that are being answered."""
+        with self._lock:
+            return list(self.active)
+
+    def answers(self) -> dict[CallKey, str]:
+        """What the finished calls answered."""
+        with self._lock:
+            return {key: record.answer for key, record in self.finished.items()}
+
+
+def note_sources(record: CallRecord, state: Mapping[str, Any], task_input: Any) -> None:
+    """Look through a call's prompt, state and input for texts and message lists that a later prompt may hold."""
+    texts: dict[Hashable, str] = {}
+    lists: dict[Hashable, Sequence[Message]] = {}
+    for index, message in enumerate(record.messages):
+        if isinstance(content := message.get("content"), str):
+            texts["prompt", index] = content
+    lists["prompt"] = record.messages
+    for root, value in (("state", state), ("input", task_input)):
+        for path, found in itertools.islice(_walk((root,), value, MAX_DEPTH), MAX_TEXTS):
+            if isinstance(found, str):
+                texts[path] = found
+            else:
+                lists[path] = convert_to_openai_messages(found)
+    record.texts, record.lists = texts, lists
+
+
+def _walk(path: tuple[Hashable, ...], value: Any, depth: int) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
+    """Every text and list of messages within a value, with the path to it."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list) and value and all(isinstance(item, BaseMessage) for item in value):
+        yield path, value
+        for index, item in enumerate(value):
+            yield (*path, index), item.text
+    elif isinstance(value, BaseMessage):
+        yield path, value.text
+    elif depth:
+        for name, item in _children(value):
+            yield from _walk((*path, name), item, depth - 1)
+
+
+def _children(value: Any) -> list[tuple[Hashable, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list(vars(value).items()) if hasattr(value, "__dict__") and not callable(value) else []
+
+
+def sources_of(record: CallRecord, answers: Answers) -> Sources:
+    """What a prompt that follows `record` may be made of."""
+    return Sources(answers=dict(answers.items()), texts=record.texts, lists=record.lists)

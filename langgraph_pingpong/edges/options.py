@@ -1,0 +1,62 @@
+"""Options of nodes, kept beside the graph: nothing of them is seen in its config, state, streams or drawings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from langgraph_pingpong.errors import ConfigError
+
+Graph = TypeVar("Graph")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How the edges of one node behave."""
+
+    dry_run: bool = False
+    """Whether the node's function may be run on states that have not happened, up to its first model call."""
+    off: bool = False
+    """Whether nothing is prefilled for this node's prompts."""
+
+
+_OPTIONS: weakref.WeakKeyDictionary[Any, NodeOptions] = weakref.WeakKeyDictionary()
+_DEFAULT = NodeOptions()
+
+
+def options_of(spec: Any) -> NodeOptions:
+    """The options of a compiled graph's node; those of a graph that is gone are the default."""
+    return _DEFAULT if spec is None else _OPTIONS.get(spec, _DEFAULT)
+
+
+def streaming_edges(graph: Graph, *, dry_run: Collection[str] | bool = (), off: Collection[str] | bool = ()) -> Graph:
+    """Set how streaming edges treat the nodes of a compiled graph; returns the same graph object.
+
+    Args:
+        graph: a compiled LangGraph graph.
+        dry_run: nodes whose function is pure up to its first model call, True for all. They are run on states that
+            have not happened yet, so that their prompt is known from the first run on. Other models, tools,
+            retrievers, writes to the store and functional tasks are stopped before they do anything; any other
+            side effect of the function happens once more.
+        off: nodes whose prompts are never prefilled, True for all.
+
+    Raises:
+        ConfigError: the graph is not compiled, or has no node of that name.
+    """
+    nodes = getattr(graph, "nodes", None)
+    if not isinstance(nodes, dict) or not hasattr(graph, "get_graph"):
+        raise ConfigError(f"streaming_edges needs a compiled graph, not {type(graph).__name__}: call compile() first.")
+    for option, names in (("dry_run", dry_run), ("off", off)):
+        for name in _names(names, nodes):
+            if name not in nodes:
+                raise ConfigError(f"The graph has no node {name!r}; it has {', '.join(sorted(nodes))}.")
+            _OPTIONS[nodes[name]] = replace(options_of(nodes[name]), **{option: True})
+    return graph
+
+
+def _names(names: Collection[str] | bool, nodes: dict[str, Any]) -> Collection[str]:
+    if isinstance(names, bool):
+        return list(nodes) if names else ()
+    return (names,) if isinstance(names, str) else names

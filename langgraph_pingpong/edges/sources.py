@@ -1,0 +1,182 @@
+"""Prompt sources: from a call that is being answered to the calls that follow it, with their prompts.
+
+Asked in the order of trust: declared, dry run, learned. For a call that several foresee, the first counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.runnables import Runnable
+
+from langgraph_pingpong.edges.book import CallRecord, RunBook, sources_of
+from langgraph_pingpong.edges.declared import AgentNode
+from langgraph_pingpong.edges.langgraph_internals import (
+    UNKNOWN,
+    NextTask,
+    RunningTask,
+    input_of,
+    next_tasks,
+    node_of,
+    rehearsal_config,
+    spec_of,
+    state_of,
+)
+from langgraph_pingpong.edges.learned import LearnedEdges
+from langgraph_pingpong.edges.options import options_of
+from langgraph_pingpong.edges.rehearsal import rehearse, returned
+from langgraph_pingpong.edges.template import fill
+from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
+
+NO_MORE: Mapping[str, Any] = {}
+
+RenderMessages = Callable[[Sequence[BaseMessage]], str]
+RendererOf = Callable[[Any, Mapping[str, Any]], RenderMessages | None]
+"""How the prompts of a model are rendered, given further keyword arguments; None if it is served elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A call that is expected next, and the segments of its prompt. `source` tells who foresaw it."""
+
+    key: CallKey
+    step: int | None
+    source: str
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A call that is being answered, within its run: what the prompt sources are asked about."""
+
+    task: RunningTask
+    record: CallRecord
+    book: RunBook
+    probes: Probes
+    renderer_of: RendererOf
+
+    def answers(self, variant: int) -> dict[CallKey, str]:
+        """The answers of finished calls, and made-up ones of those under way."""
+        made_up = {key: self.probes.of(key, variant) for key in self.book.running()}
+        return {**self.book.answers(), **made_up}
+
+
+def foresee(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> list[Ahead]:
+    """The calls expected after the one of `moment`; each once, from the source that is trusted most."""
+    found: dict[CallKey, Ahead] = {}
+    for ahead in (*_rehearsed(moment), *_learned(moment, learned, tenant)):
+        found.setdefault(ahead.key, ahead)
+    return list(found.values())
+
+
+# -- declared and dry run ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call foreseen with one variant of made-up answers."""
+
+    key: CallKey
+    step: int
+    source: str
+    text: str
+
+
+def _rehearsed(moment: Moment) -> Iterator[Ahead]:
+    """Calls of nodes whose prompt is declared or may be found by a dry run."""
+    first, second = (list(_calls(moment, variant)) for variant in (0, 1))
+    seen = {call.key: call for call in second}
+    for call in first:
+        if other := seen.get(call.key):
+            segments = prompt_segments((call.text, other.text), moment.probes)
+            yield Ahead(call.key, call.step, call.source, segments)
+
+
+def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
+    node = node_of(moment.task)
+    if node is None or not moment.record.alone:
+        return
+    outcome = _outcome(moment, node, variant)
+    if isinstance(outcome, _Call):
+        yield outcome
+        return
+    if outcome is UNKNOWN:
+        return
+
+    def sibling(site: tuple[str, ...], push: int | None, other: Runnable[Any, Any]) -> Any:
+        if not isinstance(other, AgentNode):
+            return UNKNOWN
+        return other.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant)))
+
+    for ahead in next_tasks(moment.task, outcome, sibling):
+        if not options_of(ahead.spec).off and (call := _first_call(moment, ahead)):
+            yield call
+
+
+def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
+    """What the node returns for a made-up answer, or the next call it makes; `UNKNOWN` if that cannot be told."""
+    answer = moment.probes.of(moment.record.key, variant)
+    if isinstance(node, AgentNode):
+        return node.update(AIMessage(answer))
+    if not options_of(spec_of(moment.task)).dry_run:
+        return UNKNOWN
+    key, answers = moment.record.key, moment.book.answers()
+    earlier = [answers[past] for n in range(key.number) if (past := CallKey(key.site, n, key.push)) in answers]
+    config = rehearsal_config(moment.task, state_of(moment.task))
+    result, rehearsal = rehearse(node, input_of(moment.task), config, [*earlier, answer])
+    if returned(result):
+        return result
+    following = CallKey(key.site, key.number + 1, key.push)
+    return _recorded(moment, rehearsal.recorded, following, moment.task.step, "dry run") or UNKNOWN
+
+
+def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
+    key = CallKey(ahead.site, 0, ahead.push)
+    if isinstance(ahead.node, AgentNode):
+        declared = (ahead.node.model, ahead.node.messages(ahead.input), NO_MORE)
+        return _recorded(moment, declared, key, ahead.step, "declared")
+    if not options_of(ahead.spec).dry_run:
+        return None
+    state = ahead.input if isinstance(ahead.input, Mapping) else {}
+    _, rehearsal = rehearse(ahead.node, ahead.input, rehearsal_config(moment.task, state))
+    return _recorded(moment, rehearsal.recorded, key, ahead.step, "dry run")
+
+
+def _recorded(moment: Moment, recorded: Any, key: CallKey, step: int, source: str) -> _Call | None:
+    if recorded is None:
+        return None
+    model, messages, kwargs = recorded
+    render = moment.renderer_of(model, kwargs)
+    return _Call(key, step, source, render(messages)) if render else None
+
+
+# -- learned -------------------------------------------------------------------------------------------------
+
+
+def _learned(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> Iterator[Ahead]:
+    """Calls that followed this one in earlier runs; of uncertain ones only what is known already."""
+    certain, followers = learned.expected(spec_of(moment.task), tenant, moment.record)
+    for key, follower in followers.items():
+        if follower.spec and options_of(follower.spec()).off:
+            continue
+        rows = [_segments(moment, template, follower.render) for template in follower.templates if follower.render]
+        segments = agreed(rows) if rows else []
+        step = None if follower.steps is None else moment.record.step + follower.steps
+        yield Ahead(key, step, "learned", segments if certain else known_beginning(segments))
+
+
+def _missing(probes: Probes, variant: int, path: Hashable) -> str:
+    return probes.of(("missing", path), variant)
+
+
+def _segments(moment: Moment, template: Any, render: Any) -> list[Segment]:
+    texts = []
+    for variant in (0, 1):
+        sources = sources_of(moment.record, moment.answers(variant))
+        missing = partial(_missing, moment.probes, variant)
+        texts.append(render(fill(template, sources, missing)))
+    return prompt_segments(texts, moment.probes)

@@ -1,0 +1,176 @@
+"""What a prompt is made of: a template of one call's messages over texts that are known before the call.
+
+A template is learned from one real prompt and the sources it may have drawn from: the answers of earlier calls, the
+state, the prompt of the call before. It holds message lists by reference and texts as pieces, each either literal or
+a reference. Filled with the sources of a later run it gives the prompt that run should make. No user code is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+"""A message in OpenAI's form."""
+
+MIN_REFERENCE = 8
+"""Shorter texts are taken for literals, in characters: they occur by chance. Answers of calls are exempt."""
+
+MAX_PIECES = 64
+"""Pieces of one text; what lies beyond stays literal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a prompt may be made of.
+
+    `answers` maps a call to the text it gave, `texts` a path into state or prompt to a text there, and `lists` a path
+    to a list of messages.
+    """
+
+    answers: Mapping[Hashable, str]
+    texts: Mapping[Hashable, str]
+    lists: Mapping[Hashable, Sequence[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Text that stands there as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Text of a source; `stripped` without white space around it."""
+
+    kind: str
+    path: Hashable
+    stripped: bool = False
+
+    def resolve(self, sources: Sources) -> str | None:
+        """The text, or None if this run has no such source."""
+        text = (sources.answers if self.kind == "answer" else sources.texts).get(self.path)
+        return text.strip() if text is not None and self.stripped else text
+
+
+Piece = Literal | Reference
+
+
+@dataclass(frozen=True, slots=True)
+class OneMessage:
+    """A message: `frame` is all of it but its content."""
+
+    frame: tuple[tuple[str, Any], ...]
+    content: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListSlice:
+    """Messages of a list, from `start` (negative: from its end) to its end."""
+
+    path: Hashable
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """From here on the prompt cannot be foreseen, for example because a tool was called."""
+
+
+Part = OneMessage | ListSlice | Stop
+Template = tuple[Part, ...]
+
+Missing = Callable[[Hashable], str]
+"""A stand-in for something that is not known, by its path."""
+
+
+def learn(messages: Sequence[Message], sources: Sources) -> Template:
+    """The template of a prompt over the given sources."""
+    return tuple(_parts(list(messages), sources))
+
+
+def _parts(messages: list[Message], sources: Sources) -> Iterator[Part]:
+    position = 0
+    while position < len(messages):
+        found = _longest_slice(messages[position:], sources)
+        if found is not None:
+            part, length = found
+            yield part
+            position += length
+        elif not isinstance(messages[position].get("content"), str) or messages[position].get("tool_calls"):
+            yield Stop()
+            return
+        else:
+            yield _one_message(messages[position], sources)
+            position += 1
+
+
+def _longest_slice(messages: Sequence[Message], sources: Sources) -> tuple[ListSlice, int] | None:
+    """The longest end of a message list that `messages` begins with; a whole list before a part of another."""
+    found = [
+        (len(candidates) - start, start == 0, ListSlice(path, start and start - len(candidates)))
+        for path, candidates in sources.lists.items()
+        for start in range(len(candidates))
+        if list(messages[: len(candidates) - start]) == list(candidates[start:])
+    ]
+    if not found:
+        return None
+    length, _, part = max(found, key=lambda hit: hit[:2])
+    return part, length
+
+
+def _one_message(message: Message, sources: Sources) -> OneMessage:
+    frame = tuple((key, value) for key, value in message.items() if key != "content")
+    return OneMessage(frame, tuple(_split(message["content"], list(_candidates(sources)), MAX_PIECES)))
+
+
+def _candidates(sources: Sources) -> Iterator[tuple[str, Reference]]:
+    """Texts that may occur in a prompt, the most telling first: answers, then the longest."""
+    answers = [(text, Reference("answer", call)) for call, text in sources.answers.items() if text.strip()]
+    texts = [
+        (text, Reference("text", path)) for path, text in sources.texts.items() if len(text.strip()) >= MIN_REFERENCE
+    ]
+    for text, reference in (*_longest_first(answers), *_longest_first(texts)):
+        yield text, reference
+        if text != text.strip():
+            yield text.strip(), Reference(reference.kind, reference.path, stripped=True)
+
+
+def _longest_first(candidates: Iterable[tuple[str, Reference]]) -> list[tuple[str, Reference]]:
+    return sorted(candidates, key=lambda candidate: -len(candidate[0]))
+
+
+def _split(text: str, candidates: Sequence[tuple[str, Reference]], budget: int) -> list[Piece]:
+    """Cut a text at the first candidate that occurs in it, then each side in the same way."""
+    if not text:
+        return []
+    for index, (value, reference) in enumerate(candidates):
+        at = text.find(value)
+        if at >= 0 and budget > 1:
+            before = _split(text[:at], candidates[index:], budget // 2)
+            after = _split(text[at + len(value) :], candidates[index:], budget // 2)
+            return [*before, reference, *after]
+    return [Literal(text)]
+
+
+def fill(template: Template, sources: Sources, missing: Missing) -> list[Message]:
+    """The prompt for these sources; `missing` stands in for what they lack, and for all that cannot be foreseen."""
+    messages: list[Message] = []
+    for part in template:
+        if isinstance(part, OneMessage):
+            content = "".join(_text(piece, sources, missing) for piece in part.content)
+            messages.append({**dict(part.frame), "content": content})
+        elif isinstance(part, ListSlice) and part.path in sources.lists:
+            messages.extend(sources.lists[part.path][part.start :])
+        else:
+            return [*messages, {"role": "user", "content": missing("rest")}]
+    return messages
+
+
+def _text(piece: Piece, sources: Sources, missing: Missing) -> str:
+    if isinstance(piece, Literal):
+        return piece.text
+    text = piece.resolve(sources)
+    return missing(piece.path) if text is None else text

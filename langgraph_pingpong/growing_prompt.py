@@ -1,0 +1,190 @@
+"""Prompts that are still growing: which parts are known, and whose words they wait for.
+
+A downstream prompt is a row of segments: text that is known, and places where the answer of a call will stand. The
+places are found by rendering the prompt with made-up answers, two for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from langgraph_pingpong.tokens import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """Which call of the model: `number` counts the calls of one task, `push` tells parallel `Send`s apart.
+
+    `site` names the nodes of the enclosing graphs, then the node itself.
+    """
+
+    site: tuple[str, ...]
+    number: int = 0
+    push: int | None = None
+
+    @property
+    def node(self) -> str:
+        """The node that makes the call."""
+        return self.site[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A place where the answer of a call stands, as it is."""
+
+    call: Hashable
+
+
+Segment = str | Stream
+"""Known text, or a place for an answer."""
+
+
+@dataclass
+class Probes:
+    """Made-up answers, two for each call.
+
+    The second is what templates and prompts like to change: quotes, line breaks, doubled spaces, white space, letters
+    beyond ASCII, length. What both leave as it is, is used as it is. The two share no first character, so that a
+    common prefix of two renderings ends where the answer begins.
+    """
+
+    _texts: dict[Hashable, tuple[str, str]] = field(default_factory=dict)
+
+    def of(self, call: Hashable, variant: int) -> str:
+        """The made-up answer of a call, `variant` 0 or 1."""
+        if call not in self._texts:
+            mark = f"{len(self._texts):03}"
+            long = f'Kx{mark} "second"  probe,\nwith\ttabs, naïve ünïcode 潮池 and more. ' + "It goes on. " * 160
+            self._texts[call] = (f"Zq{mark} probe", f"{long}End {mark}")
+        return self._texts[call][variant]
+
+    def find(self, text: str, start: int, variant: int) -> tuple[int, int, Hashable] | None:
+        """The first made-up answer in `text` from `start` on: where it begins and ends, and whose it is."""
+        found = [
+            (at, at + len(texts[variant]), call)
+            for call, texts in self._texts.items()
+            if (at := text.find(texts[variant], start)) >= 0
+        ]
+        return min(found, key=lambda hit: hit[0]) if found else None
+
+
+def is_probe(text: str) -> bool:
+    """Whether a text was made up by `Probes`."""
+    return text[:2] in ("Zq", "Kx") and text[2:5].isdigit()
+
+
+def prompt_segments(renderings: Sequence[str], probes: Probes) -> list[Segment]:
+    """The segments of a prompt, from its renderings with the first and with the second made-up answers.
+
+    Where the two part in any other way than by their answers, the segments end.
+    """
+    first, second = renderings
+    segments: list[Segment] = []
+    i = j = 0
+    while True:
+        a, b = probes.find(first, i, 0), probes.find(second, j, 1)
+        if a is None or b is None or a[2] != b[2] or first[i : a[0]] != second[j : b[0]]:
+            rest = first[i : i + common_prefix(first[i:], second[j:])]
+            return [*segments, rest] if rest else segments
+        segments += [first[i : a[0]], Stream(a[2])]
+        i, j = a[1], b[1]
+
+
+def agreed(rows: Sequence[Sequence[Segment]]) -> list[Segment]:
+    """The longest beginning that all rows of segments share."""
+    shared = list(rows[0])
+    for row in rows[1:]:
+        shared = _shared(shared, row)
+    return shared
+
+
+def _shared(a: Sequence[Segment], b: Sequence[Segment]) -> list[Segment]:
+    segments: list[Segment] = []
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            if isinstance(x, str) and isinstance(y, str):
+                segments.append(x[: common_prefix(x, y)])
+            break
+        segments.append(x)
+    return segments
+
+
+def known_beginning(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments before the first place that waits for an answer."""
+    first = next((i for i, segment in enumerate(segments) if isinstance(segment, Stream)), len(segments))
+    return list(segments[:first])
+
+
+class GrowingPrompt:
+    """A downstream prompt whose answers are still coming: the ids of it that are final.
+
+    Answers are taken in the order in which they stand in the prompt; what a later one says meanwhile waits.
+    """
+
+    def __init__(self, template: ChatTemplate, segments: Sequence[Segment]) -> None:
+        self._growing = template.growing()
+        self._segments = list(segments)
+        unspoken = (i for i, s in enumerate(segments) if isinstance(s, Stream) and not isinstance(s.call, CallKey))
+        self._reach = next(unspoken, len(segments))
+        self._heard: dict[Hashable, list[str]] = {s.call: [] for s in segments if isinstance(s, Stream)}
+        self._used: dict[Hashable, int] = {}
+        self._ended: set[Hashable] = set()
+        self._advance()
+        self.static_tokens = len(self._growing.ids)
+        """How many of the ids were known before any answer."""
+
+    @property
+    def calls(self) -> frozenset[Hashable]:
+        """The calls whose answers the prompt holds."""
+        return frozenset(self._heard)
+
+    @property
+    def reach(self) -> int:
+        """How many segments lie before the first one that no call of this run will speak."""
+        return self._reach
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The final ids so far, a prefix of the downstream's prompt as far as can be known."""
+        return self._growing.ids
+
+    def feed(self, call: Hashable, text: str) -> None:
+        """Take more of the answer of a call."""
+        if text and call in self._heard:
+            self._heard[call].append(text)
+            self._advance()
+
+    def finish(self, call: Hashable) -> None:
+        """The answer of a call is complete."""
+        if call in self._heard:
+            self._ended.add(call)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Move over every segment that is known to its end."""
+        while self._segments:
+            head = self._segments[0]
+            if isinstance(head, str):
+                self._growing.append(head, rendered=True)
+            else:
+                self._take(head.call)
+                if head.call not in self._ended:
+                    return
+                self._used[head.call] = 0  # the answer may stand in the prompt again
+            self._segments.pop(0)
+
+    def _take(self, call: Hashable) -> None:
+        pieces = self._heard[call]
+        if news := "".join(pieces[self._used.get(call, 0) :]):
+            self._used[call] = len(pieces)
+            self._growing.append(news)
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many leading elements are equal."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
