@@ -22,11 +22,14 @@ from langgraph_pingpong import FakeEngine, agent_node, streaming_edge
 from langgraph_pingpong.edges import langgraph_internals
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import EngineDead
-from langgraph_pingpong.growing_prompt import GrowingPrompt, is_probe
+from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, is_probe
+from langgraph_pingpong.session import Call, Certificate, Session
+from langgraph_pingpong.streaming_edge import Upcoming
 
 if TYPE_CHECKING:
     from langgraph_pingpong import ChatPingPong
-    from tests.conftest import Lab, Recorder
+    from tests.growing_prompts import CRITIC, WRITER
+from tests.conftest import Lab, Recorder
 
 THREE = ("writer", "critic", "editor")
 TASK = {"task": "Say what a tide pool is."}
@@ -386,18 +389,24 @@ class TestPromptFunctions:
         assert seen == [["first", "seen by a prompt"]]
 
     def test_see_nothing_of_the_callers_context(self, lab: Lab) -> None:
-        """No callback, tracer or stream of the user notices a plan."""
-        events: list[str] = []
+        """No callback, tracer or stream of the user notices a plan, whatever runs in it."""
 
-        async def listen() -> None:
-            graph = lab.chain(lab.model(), THREE)
-            async for event in graph.astream_events(TASK, version="v2"):
-                if event["event"] == "on_chat_model_start":
-                    events.append(event["metadata"]["langgraph_node"])
+        def prompt(state: Mapping[str, str]) -> Any:
+            return lab.prompt("critic", "writer").invoke(state)
 
-        asyncio.run(listen())
+        def seen(overlap: str) -> list[tuple[str, str]]:
+            graph = lab.chain(lab.model(overlap=overlap), THREE, {"critic": prompt})
+
+            async def listen() -> list[tuple[str, str]]:
+                events = graph.astream_events(TASK, version="v2")
+                return [(each["event"], each["name"]) async for each in events if not each["event"].endswith("_stream")]
+
+            return asyncio.run(listen())
+
+        off, on = seen("off"), seen("on")
         assert lab.prefills() > 0
-        assert events == list(THREE)
+        assert ("on_prompt_start", "ChatPromptTemplate") in off
+        assert on == off
 
 
 class TestBrokenRuns:
@@ -554,37 +563,39 @@ class TestBrokenRuns:
 
 
 class GivenIds:
-    """A growing prompt whose ids a test decides."""
+    """A growing prompt whose ids, and how far they reach into the prompt, a test decides."""
 
     static_tokens = 0
+    calls: frozenset[CallKey] = frozenset({WRITER})
 
-    def __init__(self, ids: range) -> None:
-        self.ids = ids
-
-    def feed(self, text: str) -> None:
-        pass
+    def __init__(self, ids: range, reach: int) -> None:
+        self.ids, self.reach = ids, reach
 
 
 class TestClaims:
-    def test_a_call_takes_the_edge_that_foresaw_most_of_it(self, lab: Lab) -> None:
+    @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+    def test_of_two_edges_to_one_call_the_one_that_reaches_further_stays(
+        self, lab: Lab, order: tuple[int, int]
+    ) -> None:
         model = lab.model()
+        foreseen = {1: GivenIds(range(64), 1), 2: GivenIds(range(100, 180), 2)}
 
-        async def ask_twice() -> list[session.Certificate]:
-            run = session.Session(model.pool, model.trace, 0)
+        async def ask_twice() -> list[Certificate]:
+            run = Session(model.pool, model.trace, 0)
             upstream = model.pool.lease(0)
-            for ids in (range(64), range(100, 180)):
-                edge = run.open_edge(session.Upcoming("critic", ("critic",), 2, GivenIds(ids)), "writer", upstream, 1)
-                edge.feed("")
-            await asyncio.sleep(0.05)
-            call = session.Call("critic", Request(tuple(range(100, 200))), ("critic",), 2)
+            for reach in order:
+                run.open_edge(Upcoming(CRITIC, 2, "learned", foreseen[reach]), WRITER, upstream, 1)
+                await asyncio.sleep(0.05)
+            call = Call(Request(tuple(range(100, 200))), CRITIC, 2)
             certificates = [answer[-1] for _ in range(2) async for answer in run.answer(call) if answer[-1]]
             upstream.release()
             return certificates
 
         certificates = model.pool.loop.run(ask_twice())
-        assert [certificate.streamed for certificate in certificates] == [80, 0]
-        assert [certificate.wasted for certificate in certificates] == [0, 64]
-        assert [certificate.ids_equal for certificate in certificates] == [True, True]
+        assert [(each.streamed, each.wasted) for each in certificates] == [(80, 0), (0, 0)]
+        assert [each.source for each in certificates] == ["learned", None]
+        assert all(each.ids_equal for each in certificates)
+        assert repr(model.pool) == "<EnginePool fake:0=0 fake:1=0>"
 
 
 class TestFourWays:
