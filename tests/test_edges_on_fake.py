@@ -25,11 +25,11 @@ from langgraph_pingpong.errors import EngineDead
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, is_probe
 from langgraph_pingpong.session import Call, Certificate, Session
 from langgraph_pingpong.streaming_edge import Upcoming
+from tests.growing_prompts import CRITIC, WRITER
 
 if TYPE_CHECKING:
     from langgraph_pingpong import ChatPingPong
-    from tests.growing_prompts import CRITIC, WRITER
-from tests.conftest import Lab, Recorder
+    from tests.conftest import Lab, Recorder
 
 THREE = ("writer", "critic", "editor")
 TASK = {"task": "Say what a tide pool is."}
