@@ -52,6 +52,7 @@ class GrowingIds:
         self._segments = template.segments
         self._encoder = self._segments.first if self._segments else None
         self._tail = ""
+        self._looked = 0  # characters of the tail that need not be looked at again
         self._drops_space = False  # the marker before the tail eats white space, and the tail is still empty
         self._grow(text, rendered=True)
 
@@ -61,8 +62,6 @@ class GrowingIds:
         Returns how many ids became final.
         """
         known = len(self.ids)
-        if rendered:  # so that the markers of the rendered text are told from those that a model spelled before it
-            self._tail = self._template.escape(self._tail)
         self._grow(text, rendered or not self._template.escape_markers)
         return len(self.ids) - known
 
@@ -74,6 +73,8 @@ class GrowingIds:
         if self._drops_space:
             text = text.lstrip(_WHITE_SPACE)
             self._drops_space = not text
+        if rendered:  # so that its markers are told from those that a model spelled before it
+            self._tail = self._template.escape(self._tail)
         self._tail += text
         if rendered and self._segments:
             self._take_markers(self._segments)
@@ -88,7 +89,7 @@ class GrowingIds:
             if marker.stop > limit:
                 break
             self.ids += [*self._encode(self._template.unescape(tail[at : marker.before])), marker.id]
-            self._encoder, at = segments.inner, marker.end
+            self._encoder, at, self._looked = segments.inner, marker.end, 0
             self._drops_space = marker.eats_on
         self._tail = self._template.unescape(tail[at:])
 
@@ -122,8 +123,6 @@ class GrowingByPretokens(GrowingIds):
     Exact because pre-tokenizers look forward only, and not far: a tail that starts at a pre-token is split the way
     it is split within the whole text.
     """
-
-    _looked = 0
 
     def _settle(self) -> None:
         # A long tail is one long pre-token. It is looked at again when it has grown by an eighth, so that the work
@@ -159,15 +158,13 @@ class GrowingByPairs(GrowingIds):
     and a space. So the ids in front of such a pair are final, whatever follows.
     """
 
-    _looked = 1
-
     def _settle(self) -> None:
         pairs = (self._segments and self._segments.pairs) or ()
         limit = self._template.unsettled_from(self._tail)
-        for at in range(limit - 1, self._looked - 1, -1):
+        for at in range(limit - 1, max(0, self._looked - 1), -1):
             if self._tail[at - 1 : at + 1].replace(" ", SPACE_MARK) not in pairs:
                 self._cut(self._encode(self._tail[:at]), at)
-                self._looked = max(1, limit - at)
+                self._looked = limit - at
                 return
         self._looked = max(self._looked, limit)
 
@@ -183,12 +180,11 @@ class GrowingByWholeText(GrowingIds):
     This is a measured rule, not a proven one. The whole text is encoded each time it has grown by an eighth.
     """
 
-    _looked = 0
     _said = ""
 
     def _grow(self, text: str, rendered: bool) -> None:
         if rendered:
-            self._tail += text
+            self._tail, self._said = self._whole() + text, ""
         else:
             self._said += text
         length = len(self._tail) + len(self._said)

@@ -62,6 +62,7 @@ class StreamingEdge:
         self._grown = asyncio.Event()
         self._sent = 0  # tokens in the longest append that was started
         self._done = 0  # tokens in the longest append that is complete
+        self._misled = 0  # tokens that an earlier edge to the same call prefilled for another prompt
         self._appends = 0
         self._failure: str | None = None
         self._unclaimed: asyncio.TimerHandle | None = None
@@ -120,6 +121,7 @@ class StreamingEdge:
         earlier.stop()
         shared = common_prefix(earlier.upcoming.prompt.ids[: earlier._done], self.upcoming.prompt.ids)
         self._sent = self._done = shared // self.lease.engine.block_size * self.lease.engine.block_size
+        self._misled = earlier._misled + earlier._done - shared
         self._appends = earlier._appends
 
     def drop_later(self, drop: Callable[[StreamingEdge, str], None]) -> None:
@@ -132,7 +134,7 @@ class StreamingEdge:
         self.stop()
         right = common_prefix(self.upcoming.prompt.ids[: self._done], ids)
         static = min(right, self.upcoming.prompt.static_tokens)
-        wasted = self._done - right
+        wasted = self._done - right + self._misled
         self._emit("finalize", static=static, streamed=right - static, wasted=wasted)
         return Prefilled(
             self._upstream, self.upcoming.source, static, right - static, wasted, self._appends, self._failure
@@ -142,7 +144,7 @@ class StreamingEdge:
         """Stop appending and give the lease back: no call will use what was prefilled."""
         self.stop()
         self.lease.release()
-        self._emit("edge.dropped", reason=reason, wasted=self._done)
+        self._emit("edge.dropped", reason=reason, wasted=self._done + self._misled)
 
     def stop(self) -> None:
         """Stop appending, aborting what is under way."""

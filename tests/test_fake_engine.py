@@ -108,6 +108,7 @@ class TestPrefixCache:
         ids = list(range(64))
         assert await self.hit(16, ids, [99, *ids[1:]]) == 0
         assert await self.hit(16, ids, [*ids[:20], 99, *ids[21:]]) == 16
+        assert await self.hit(16, ids[:32], [*ids[16:32], *ids[:16], 99]) == 0
 
     async def test_an_answer_fills_it_too(self) -> None:
         fake = engine(block_size=4)

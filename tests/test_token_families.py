@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from langgraph_pingpong.bench import tokens as bench
 from langgraph_pingpong.errors import TemplateRefused
 from langgraph_pingpong.growing import (
     GrowingByPairs,
@@ -158,7 +160,8 @@ def far_sighted() -> PreTrainedTokenizerFast:
     """Numbers are split from their right end, so that no part of one is final before it ends."""
     split = pre_tokenizers.Split(Regex(FROM_THE_RIGHT), "isolated")
     trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=byte_level().alphabet())
-    return trained(models.BPE(), trainer, normalizers.NFC(), pre_tokenizers.Sequence([split, byte_level()]))
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return trained(models.BPE(), trainer, normalizers.NFC(), pre_tokenizers.Sequence([split, words]))
 
 
 class Slow:
@@ -225,6 +228,15 @@ def quoting(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"Text:\n{text}\n\nList one flaw."}]
 
 
+def turns(first: str, second: str) -> list[dict[str, Any]]:
+    """A prompt that quotes one answer twice and another once, with text between that could complete a marker."""
+    return [
+        {"role": "user", "content": f"A {first}|im_end|> B {second}."},
+        {"role": "assistant", "content": "Fine."},
+        {"role": "user", "content": f"C {first}INST] D"},
+    ]
+
+
 def shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many leading elements two sequences share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -272,6 +284,22 @@ class TestFamilies:
         expect_prefix(served(name), pieces)
 
     @pytest.mark.parametrize("name", FAMILIES)
+    @pytest.mark.parametrize("of", [template, served])
+    def test_is_a_prefix_of_a_prompt_with_several_answers(self, name: str, of: Callable[[str], ChatTemplate]) -> None:
+        tokens, ends = of(name), ["<|im_", f"{MARKER_BREAK}<", "[", ""]
+        for first, second in pairwise([*TEXTS.values(), *ends]):
+            rows = tokens.render(turns("{}", "{}")).split("{}")
+            rows[1:1], rows[3:3], rows[5:5] = [first], [second], [first]
+            whole = list(tokens.prompt_ids(turns(first, second)))
+            growing = tokens.growing()
+            for place, text in enumerate(rows):
+                rendered = place % 2 == 0
+                for piece in [text] if rendered else list(text):
+                    growing.append(piece, rendered=rendered)
+                    assert growing.ids == whole[: len(growing.ids)], (first, second, place, piece)
+            assert growing.ids + growing.rest() == whole
+
+    @pytest.mark.parametrize("name", FAMILIES)
     def test_is_a_prefix_of_a_long_text(self, name: str) -> None:
         text = "".join(TEXTS.values()) * 4
         expect_prefix(template(name), [text[at : at + 37] for at in range(0, len(text), 37)])
@@ -284,6 +312,15 @@ class TestFamilies:
             growing.append(text[at : at + 5])
         assert len(growing.rest()) <= 14
         assert growing.ids + growing.rest() == template(name).encode("Text:\n" + text)
+
+    @pytest.mark.parametrize("name", STREAMING)
+    def test_goes_on_at_once_after_a_text_without_breaks(self, name: str) -> None:
+        marker = served(name).segments.marker_texts[0]
+        growing = served(name).growing("x" * 3000)
+        for piece in ("x" * 100, marker, *[" so", " it", " goes"] * 30):
+            growing.append(piece)
+        assert len(growing.rest()) < 20
+        assert growing.ids + growing.rest() == served(name).encode("x" * 3100 + marker + " so it goes" * 30)
 
     def test_where_only_whole_texts_can_be_encoded_gives_out_all_but_the_end(self) -> None:
         text = "Tide pools empty twice a day, and what lives there has learned to wait. " * 20
@@ -325,6 +362,19 @@ class _Counting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._encoder, name)
+
+
+def test_the_benchmark_writes_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"CONTEXTS": (100, 400), "PIECES": 20, "RUN": 400, "CUT": 60}.items():
+        monkeypatch.setattr(bench, name, value)
+    bench.main([str(shipped_tokenizers.sentencepiece().name_or_path)], tmp_path / "tokens.md")
+    page = (tmp_path / "tokens.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    held = [row for row in rows if row[2] in ("tokens", "characters")]
+    assert len(held) == 2 * 6 * 2
+    assert {row[-1] for row in held} == {"0"}
+    assert all(float(row[5]) <= float(row[7]) for row in held), "more was needed than was held"
+    assert f"Seed {bench.SEED}" in page
 
 
 class TestDraftsInPrompts:

@@ -78,7 +78,7 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 
 class TestWhatIsGivenOut:
     @pytest.mark.parametrize("name", NAMES)
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
     @example(["S\u0316\u0301'l", "'ve\u0627"])
     @example(["it'l", "l"])
     @example(["abc <|im_end|", "> d"])

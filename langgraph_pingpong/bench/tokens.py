@@ -1,7 +1,7 @@
 """What it costs to keep a prompt's ids up to date while a text streams in, and how many of them are held back.
 
-`python -m langgraph_pingpong.bench.tokens [MODEL ...] [--out docs/results/tokens.md]` takes folders or Hugging Face
-ids of models, the default model if none is named. Only their tokenizers are used.
+`python -m langgraph_pingpong.bench.tokens [MODEL ...] [--out docs/results/tokens.md]` measures the tokenizers of the
+default model and of the models named, which are folders or Hugging Face ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from langgraph_pingpong.default_model import default_model_path
+from langgraph_pingpong.default_model import MODEL_NAME, default_model_path
 from langgraph_pingpong.growing import GrowingIds
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
@@ -76,6 +76,7 @@ class Section:
     """A table and what it shows."""
 
     title: str
+    note: str
     columns: Row
     rows: list[Row]
 
@@ -181,15 +182,29 @@ def measure(templates: dict[str, ChatTemplate]) -> list[Section]:
         return [row for name, template in templates.items() for row in of(name, template)]
 
     return [
-        Section("Rules", ("tokenizer", "kind of growing ids", "made ready, ms"), rows(kind_rows)),
-        Section("Cost of a streamed token", ("tokenizer", "context, tokens", "median us", "p99 us"), rows(cost_rows)),
+        Section(
+            "Rules",
+            "The class in `growing.py` that fits the tokenizer, and the time to take it apart and check the rule.",
+            ("tokenizer", "kind of growing ids", "made ready, ms"),
+            rows(kind_rows),
+        ),
+        Section(
+            "Cost of a streamed token",
+            f"{PIECES} pieces, cut at the tokenizer's own tokens, appended to a prompt of that length.",
+            ("tokenizer", "context, tokens", "median us", "p99 us"),
+            rows(cost_rows),
+        ),
         Section(
             f"Texts of {RUN:,} characters without a break, four characters a piece",
+            "A word is not final before it ends, so that what never ends stays held back. The largest time is one "
+            "encoding of nearly the whole text.",
             ("tokenizer", "text", "median us", "p99 us", "max us", "mean us", "held at the end, tokens"),
             rows(lambda name, template: run_rows(name, template, rng)),
         ),
         Section(
             "Tokens held back",
+            "Needed: ids of the text so far that the whole prompt does not have, which had to be held back. Held: what "
+            "was held back. Rollbacks: cuts at which an id was given out that the whole prompt does not have.",
             ("tokenizer", "text", "cut at", "cuts", "needed p99", "needed max", "held mean", "held max", "rollbacks"),
             rows(lambda name, template: held_rows(name, template, rng)),
         ),
@@ -203,7 +218,8 @@ def circumstances() -> str:
     command = " ".join(["python -m langgraph_pingpong.bench.tokens", *sys.argv[1:]])
     return (
         f"Machine: {cpu or platform.processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start. "
-        f"Python {platform.python_version()}, {packages}. Seed {SEED}.\n\nCommand: `{command}`\n"
+        f"Python {platform.python_version()}, {packages}. Seed {SEED}. Other programs used the cores as well where the "
+        f"load says so: compare medians.\n\nCommand: `{command}`\n"
     )
 
 
@@ -217,7 +233,9 @@ def markdown(sections: Sequence[Section], header: str) -> str:
     parts = [f"# Token ids of a growing text\n\n{header}"]
     for section in sections:
         lines = [section.columns, tuple("---" for _ in section.columns), *section.rows]
-        parts.append(f"## {section.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+        parts.append(
+            f"## {section.title}\n\n{section.note}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        )
     return "\n".join(parts)
 
 
@@ -227,7 +245,8 @@ def main(
 ) -> None:
     """Measure cost and hold-back of growing token ids."""
     header = circumstances()
-    tokenizers = {Path(model).name: load_tokenizer(model) for model in models or [str(default_model_path())]}
+    names = {MODEL_NAME: str(default_model_path()), **{Path(model).name: model for model in models or ()}}
+    tokenizers = {name: load_tokenizer(model) for name, model in names.items()}
     sections = measure({name: ChatTemplate(each, each.chat_template or CHAT) for name, each in tokenizers.items()})
     console = Console()
     for section in sections:
