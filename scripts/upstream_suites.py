@@ -130,8 +130,9 @@ class Bench:
         report = self.cache / "report.json"
         report.unlink(missing_ok=True)
         command = [sys.executable, *_pytest_arguments(suite, self.processes, only), f"--outcomes={report}"]
+        folder, environment = self.folder(suite), self._environment()
         started = time.monotonic()
-        output = _run_within(command + ["--edges"] * edges, self.folder(suite), self._environment())
+        output = _run_within(command + ["--edges"] * edges, folder, environment)
         if not report.exists():
             raise SystemExit(f"{label} did not come to its end:\n{output[-5000:]}")
         seconds = time.monotonic() - started
@@ -222,7 +223,9 @@ def _lists(comparisons: Sequence[Comparison]) -> Iterable[str]:
     yield from _list("New failures", [(c.suite, c.new_failures) for c in comparisons])
     yield from _list("Failed once with edges, passed when repeated", [(c.suite, c.unsteady) for c in comparisons])
     yield from _list("Failed as it is", [(c.suite, c.failed_plain) for c in comparisons])
-    yield from _list("Not done, by reason", [(c.suite, _reasons(c.counts)) for c in comparisons])
+    yield from _list(
+        "Edges dropped and things not done, by reason", [(c.suite, _reasons(c.counts)) for c in comparisons]
+    )
 
 
 def _reasons(counts: Mapping[str, int]) -> list[str]:
@@ -262,7 +265,7 @@ def _once(target: Path, make: Any) -> Path:
 
 
 def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", *arguments], check=True)
 
 
 def _install(target: Path) -> None:
@@ -321,6 +324,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all suites and write the figures; those of a quick or partial run do not go into the document."""
     chosen = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the tests end with this
     bench = Bench(chosen.cache.resolve(), chosen.processes)
     suites = [suite for suite in SUITES if chosen.only in (None, suite.package)]
     comparisons = [compare(bench, suite, chosen.quick) for suite in suites]

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from graphs import five_agents
 from langgraph_pingpong.bench import demo
 
 
 def test_every_run_is_written_and_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "graphs.five_agents.build.__kwdefaults__", {"brief_tokens": 200, "max_tokens": 40, "last_max_tokens": 10}
-    )
-    demo.main(tmp_path / "out" / "demo", runs=2, devices="fake:0,fake:1", dtype="float32", seed=1)
+    monkeypatch.setitem(five_agents.build.__kwdefaults__, "brief_tokens", 200)
+    demo.main(tmp_path / "out" / "demo", runs=2, devices="fake:0,fake:1", dtype="float32", seed=1, max_tokens=40)
     setup, *runs = [json.loads(line) for line in (tmp_path / "out" / "demo.jsonl").read_text().splitlines()]
     assert setup["setup"]["seed"] == 1
     assert [(run["run"], run["overlap"]) for run in runs] == [(0, "off"), (0, "on"), (1, "on"), (1, "off")]
@@ -28,10 +27,8 @@ def test_every_run_is_written_and_summed_up(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_texts_that_differ_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "graphs.five_agents.build.__kwdefaults__", {"brief_tokens": 200, "max_tokens": 40, "last_max_tokens": 10}
-    )
-    demo.main(tmp_path / "demo", runs=1, devices="fake:0,fake:1", dtype="float32", seed=1)
+    monkeypatch.setitem(five_agents.build.__kwdefaults__, "brief_tokens", 200)
+    demo.main(tmp_path / "demo", runs=1, devices="fake:0,fake:1", dtype="float32", seed=1, max_tokens=40)
     lines = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
     lines[1]["state"]["report"] = "something else"
     lines[2]["agents"][3]["ids_equal"] = False

