@@ -6,10 +6,14 @@ DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input g
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test check install-cpu install-cuda
+.PHONY: demo bench test check install-cpu install-cuda
 
 demo: .venv/.ready
 	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
+
+# Five compared runs of the demo, alternating; writes docs/results/demo-cpu.md and .jsonl.
+bench: .venv/.ready
+	.venv/bin/python -m langgraph_pingpong.bench.demo --runs 5 --max-tokens 64 --output docs/results/demo-cpu
 
 test: .venv/.ready
 	.venv/bin/pytest
