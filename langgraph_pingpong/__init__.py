@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from langgraph_pingpong.edges import agent_node, streaming_edges
     from langgraph_pingpong.engines.fake_engine import FakeEngine
     from langgraph_pingpong.pool import EnginePool
+    from langgraph_pingpong.serving import engine_pool
     from langgraph_pingpong.trace import JsonLines
 
-__all__ = ["ChatPingPong", "EnginePool", "FakeEngine", "JsonLines", "agent_node", "streaming_edges"]
+__all__ = ["ChatPingPong", "EnginePool", "FakeEngine", "JsonLines", "agent_node", "engine_pool", "streaming_edges"]
 
 _HOMES = {
     "ChatPingPong": "chat_model",
@@ -19,6 +20,7 @@ _HOMES = {
     "FakeEngine": "engines.fake_engine",
     "JsonLines": "trace",
     "agent_node": "edges",
+    "engine_pool": "serving",
     "streaming_edges": "edges",
 }
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
 from pydantic import PrivateAttr
@@ -273,15 +273,14 @@ class ChatPingPong(Settings):
         sampling, read = self._reading(serving, terms, ids)
         request = Request(ids, {"max_tokens": room, **sampling})
         if task is None:
-            return _Prepared(serving, Call(request, read=read))
+            return _Prepared(serving, Call(request, read=read, trace=self._trace))
+        key = CallKey(task.site, push=task.push)
+        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace)
         if self.overlap == "off" or len(serving.pool.engines) < 2:
-            key = CallKey(task.site, push=task.push)
-            return _Prepared(serving, Call(request, key, task.step, read=read), task.owner)
-        planned = planner_of(serving.pool).begin(
-            task, messages, serving.template, partial(self._rendered, terms=terms), partial(_renderer_of, serving)
-        )
-        call = Call(request, planned.record.key, task.step, planned.plan, self.defer_downstream, read)
-        return _Prepared(serving, call, task.owner, planned)
+            return _Prepared(serving, call, task.owner)
+        turns, render = convert_to_openai_messages(messages), partial(self._rendered, terms=terms)
+        begin = partial(planner_of(serving.pool).begin, task, turns, serving.template)
+        return _Prepared(serving, call, task.owner, partial(begin, render, partial(_renderer_of, serving)))
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""
@@ -305,46 +304,39 @@ class ChatPingPong(Settings):
         return open_parser(expected, serving.template, ids, terms.sampling)
 
     async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
-        session = prepared.session(self._trace)
+        pool = prepared.serving.pool
+        session, call = session_of(prepared.owner, pool), prepared.call
+        planned = prepared.begin() if prepared.begin else None
+        if planned is not None:
+            call = replace(call, key=planned.record.key, plan=planned.plan)
+            planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
         content: list[str] = []
         answer: str | None = None
         try:
-            async with asyncio.timeout(self.timeout), aclosing(session.answer(prepared.call)) as answers:
+            async with asyncio.timeout(self.timeout), aclosing(session.answer(call)) as answers:
                 async for delta, said, certificate in answers:
                     if delta.index == 0:
                         content.append(said.content)
                     if certificate is not None:
                         answer = "".join(content)
-                        prepared.end(answer)  # before the node goes on: its next call draws on this answer
+                        if planned is not None:  # before the node goes on: its next call draws on this answer
+                            planned.end(answer)
                     yield delta, said, certificate
         except TimeoutError as error:
             raise CallTimedOut(f"The answer was not complete after {self.timeout} s.") from error
         finally:
-            if answer is None:
-                prepared.end(None)
+            if answer is None and planned is not None:
+                planned.end(None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A call, ready for the engine."""
+    """A call, ready for the engine; `begin` makes its plan, where edges may leave it."""
 
     serving: Serving
     call: Call
     owner: object = None
-    planned: PlannedCall | None = None
-
-    def session(self, trace: Trace) -> Session:
-        """The session of the run the call is part of; it ends with the run of the call's graph."""
-        pool = self.serving.pool
-        session = session_of(self.owner, pool, trace)
-        if self.planned is not None:
-            self.planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
-        return session
-
-    def end(self, answer: str | None) -> None:
-        """The call is over; `answer` is its text, None if it did not finish."""
-        if self.planned is not None:
-            self.planned.end(answer)
+    begin: Callable[[], PlannedCall] | None = None
 
 
 def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:

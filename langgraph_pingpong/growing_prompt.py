@@ -70,11 +70,6 @@ class Probes:
         return min(found, key=lambda hit: hit[0]) if found else None
 
 
-def is_probe(text: str) -> bool:
-    """Whether a text was made up by `Probes`."""
-    return text[:2] in ("Zq", "Kx") and text[2:5].isdigit()
-
-
 def prompt_segments(renderings: Sequence[str], probes: Probes) -> list[Segment]:
     """The segments of a prompt, from its renderings with the first and with the second made-up answers.
 

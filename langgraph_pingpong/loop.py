@@ -98,15 +98,6 @@ class LoopThread:
             self._cancel_and_wait(remote)
             raise
 
-    async def arun(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop thread and await it from any other loop; cancelling cancels it."""
-        remote = self.submit(work)
-        try:
-            return await asyncio.shield(_ended(remote))
-        except asyncio.CancelledError:
-            await _acancel_and_wait(remote)
-            raise
-
     def iterate(self, source: Callable[[], AsyncGenerator[T]]) -> Generator[T]:
         """Iterate an async iterator that lives on the loop thread; closing early closes the source."""
         if self.is_current():

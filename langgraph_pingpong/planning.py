@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from langchain_core.messages import BaseMessage, convert_to_messages, convert_to_openai_messages
+from langchain_core.messages import convert_to_messages
 
 from langgraph_pingpong.edges.book import CallRecord, RunBook, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
@@ -72,7 +72,7 @@ class Planner:
     def begin(
         self,
         task: RunningTask,
-        messages: Sequence[BaseMessage],
+        turns: Sequence[Message],
         template: ChatTemplate,
         render: RenderMessages,
         others: RendererOf,
@@ -81,13 +81,13 @@ class Planner:
 
         Args:
             task: the task that makes the call.
-            messages: its prompt.
+            turns: its prompt, in OpenAI's form.
             template: the chat template that all models on the pool share.
             render: how this call's prompt is rendered.
             others: how prompts of other nodes' models are rendered.
         """
         book = self._book(task.owner)
-        record = book.begin(task, convert_to_openai_messages(messages), partial(_render_turns, render))
+        record = book.begin(task, turns, partial(_render_turns, render))
 
         async def plan() -> Sequence[Upcoming]:
             return await in_daemon_thread(lambda: self._upcoming(record, book, template, others), PLAN_WITHIN_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from langgraph_pingpong.config import (
@@ -11,6 +11,7 @@ from langgraph_pingpong.config import (
     context_limit,
     default_devices,
     parse_devices,
+    refuse_unknown,
     resolve_model,
 )
 from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer
@@ -89,6 +90,21 @@ def make_serving(
     engines = build_vllm_engines(config)  # before the tokenizer, whose import takes seconds: its checks take none
     template = ChatTemplate(tokenizer or load_tokenizer(config.model), chat_template)
     return Serving(EnginePool(engines), template, context_limit(config))
+
+
+def engine_pool(model: str | None = None, devices: Sequence[str] | None = None, **settings: Any) -> EnginePool:
+    """Engines for several models to share: `ChatPingPong(pool=engine_pool(...))`.
+
+    Args:
+        model: a folder or Hugging Face id; None is the default model.
+        devices: where engines run, one each; None takes two devices where there are two.
+        settings: of the engines, under vLLM's names: those of `ChatPingPong`, others in `engine_args`.
+
+    Raises:
+        ConfigError: the model, a device or a setting cannot work.
+    """
+    refuse_unknown(settings, [f.name for f in fields(EngineConfig) if f.name not in ("model", "devices")], "A pool")
+    return make_serving(model, devices, settings).pool
 
 
 def serving_on(

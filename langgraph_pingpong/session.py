@@ -12,10 +12,10 @@ import asyncio
 import hashlib
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -28,8 +28,8 @@ from langgraph_pingpong.trace import Trace
 MAX_RUNS = 1024
 """How many runs a pool remembers; the ones used least recently are forgotten first."""
 
-MAX_CALLS = 32
-"""Answers of one run that are kept for edges that open later."""
+MAX_ANSWERS = 32
+"""Finished answers of one run that are kept for edges that open later; those under way are kept as well."""
 
 Plan = Callable[[], Awaitable[Sequence[Upcoming]]]
 """Gives the calls that are expected next; runs in the background, may be slow and may fail."""
@@ -41,7 +41,8 @@ class Call:
 
     `key` says which call of the graph it is and `step` the superstep; outside a graph they are None and 0.
     `plan` gives the calls expected next; with `defer` their prefill waits for this call's first token. `read` takes
-    the answer apart: only its content is passed on to them.
+    the answer apart: only its content is passed on to them. `trace` gets the call's events and those of the edges it
+    opens.
     """
 
     request: Request
@@ -50,6 +51,7 @@ class Call:
     plan: Plan | None = None
     defer: bool = True
     read: Reader = all_content
+    trace: Trace = field(default_factory=Trace)
 
     @property
     def node(self) -> str:
@@ -97,24 +99,24 @@ class Outgoing:
         self._begin = asyncio.Event()
         if not call.defer:
             self._begin.set()
-        self._opening = asyncio.create_task(self._open(call.key, call.plan)) if call.key and call.plan else None
-        if call.key:
-            session.listen(call.key)
+        self._opening = asyncio.create_task(self._open(call.plan)) if call.plan else None
+        self._said = session.listen(call)
 
-    async def _open(self, key: CallKey, plan: Plan) -> None:
+    async def _open(self, plan: Plan) -> None:
         try:
             upcoming = await plan()
             await self._begin.wait()
             for ahead, one in enumerate(upcoming, start=1):
-                self._session.open_edge(one, key, self._lease, ahead)
+                self._session.open_edge(one, self._call, self._lease, ahead)
         except Exception as error:  # noqa: BLE001 - planning runs user code; the call must not notice its errors
-            self._session.emit("plan.failed", self._call.node, self._lease.engine.device, error=repr(error))
+            device = self._lease.engine.device
+            self._session.emit(self._call.trace, "plan.failed", self._call.node, device, error=repr(error))
 
     def feed(self, text: str) -> None:
         """Pass on what the call said."""
         self._begin.set()
-        if self._call.key:
-            self._session.heard(self._call.key, text)
+        self._said.append(text)
+        self._session.heard(self._call, text)
 
     async def close(self, finished: bool) -> None:
         """The call is over. Unless it finished, nothing it said can be relied on."""
@@ -123,7 +125,7 @@ class Outgoing:
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
         finally:
-            dropped = self._session.ended(self._call.key, finished) if self._call.key else []
+            dropped = self._session.ended(self._call, finished)
         for edge in dropped:
             await edge.stopped()
 
@@ -133,7 +135,6 @@ class Session:
     """One run of a graph on one pool."""
 
     pool: EnginePool
-    trace: Trace
     start: int
     """The device of the run's first call; the i-th call goes to device (start + i) mod N."""
     owner: object = None
@@ -142,8 +143,8 @@ class Session:
     _calls: int = 0
     _last_finish: float | None = None
     _edges: dict[CallKey, StreamingEdge] = field(default_factory=dict)
-    _said: OrderedDict[CallKey, list[str]] = field(default_factory=OrderedDict)
-    _ended: set[CallKey] = field(default_factory=set)
+    _said: dict[CallKey, list[str]] = field(default_factory=dict)
+    _ended: dict[CallKey, None] = field(default_factory=dict)
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple[Delta, Said, Certificate | None]]:
         """Stream the answer to a call, also taken apart; the certificate comes with the last delta.
@@ -180,7 +181,8 @@ class Session:
     ) -> AsyncGenerator[tuple[Delta, Certificate | None]]:
         """The engine's deltas, measured and checked."""
         device, ids = lease.engine.device, call.request.prompt_token_ids
-        self.emit("generate.started", call.node, device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
+        emit = partial(self.emit, call.trace)
+        emit("generate.started", call.node, device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
         seen: tuple[int, ...] | None = None
         cached, said, ttft_ms, unfinished = 0, 0, 0.0, call.request.sampling.get("n", 1)
         async with aclosing(lease.engine.generate(call.request)) as deltas:
@@ -188,7 +190,7 @@ class Session:
                 if seen is None:
                     seen, cached = delta.prompt_token_ids or (), delta.num_cached_tokens or 0
                     ttft_ms = _ms_since(since)
-                    self.emit("first_token", call.node, device, ttft_ms=ttft_ms, cached=cached)
+                    emit("first_token", call.node, device, ttft_ms=ttft_ms, cached=cached)
                 said += len(delta.token_ids)
                 unfinished -= delta.finish_reason is not None
                 if unfinished:
@@ -205,40 +207,53 @@ class Session:
                     total_ms=_ms_since(since),
                     **asdict(prefilled),
                 )
-                self.emit("finish", call.node, device, certificate=certificate.to_dict())
+                emit("finish", call.node, device, certificate=certificate.to_dict())
                 yield delta, certificate
 
     # -- edges ---------------------------------------------------------------------------------------------
 
-    def listen(self, key: CallKey) -> None:
-        """A call begins to speak."""
-        self._ended.discard(key)
-        self._said[key] = []
-        self._said.move_to_end(key)
-        if len(self._said) > MAX_CALLS:
-            self._ended.discard(self._said.popitem(last=False)[0])
+    def listen(self, call: Call) -> list[str]:
+        """A call begins to speak. Returns where its words go: kept for edges that open later, if it can have any."""
+        said: list[str] = []
+        if call.key is not None and call.plan is not None:
+            self._ended.pop(call.key, None)
+            self._said[call.key] = said
+        return said
 
-    def heard(self, key: CallKey, text: str) -> None:
-        """A call said more: pass it to the edges that wait for it, and keep it for those that open later."""
-        self._said[key].append(text)
-        for edge in self._edges.values():
-            edge.feed(key, text)
+    def heard(self, call: Call, text: str) -> None:
+        """A call said more: pass it to the edges that wait for it."""
+        if call.key is not None:
+            for edge in self._edges.values():
+                edge.feed(call.key, text)
 
-    def ended(self, key: CallKey, finished: bool) -> list[StreamingEdge]:
+    def ended(self, call: Call, finished: bool) -> list[StreamingEdge]:
         """A call is over. Returns the edges that were dropped because it did not finish."""
+        key = call.key
+        if key is None or key not in self._said:
+            return []
         concerned = [edge for edge in self._edges.values() if key in edge.upstreams]
         if not finished:
-            self._said.pop(key, None)
+            self._forget(key)
             for edge in concerned:
                 self.drop(edge, "upstream did not finish")
             return concerned
-        self._ended.add(key)
+        self._keep(key)
         for edge in concerned:
             edge.finish(key)
             edge.drop_later(self.drop)
         return []
 
-    def open_edge(self, upcoming: Upcoming, upstream: CallKey, lease: Lease, ahead: int) -> None:
+    def _keep(self, key: CallKey) -> None:
+        """Keep a finished answer, and let go of the oldest of too many."""
+        self._ended[key] = None
+        if len(self._ended) > MAX_ANSWERS:
+            self._forget(next(iter(self._ended)))
+
+    def _forget(self, key: CallKey) -> None:
+        self._ended.pop(key, None)
+        self._said.pop(key, None)
+
+    def open_edge(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> None:
         """Start prefilling an expected prompt, `ahead` devices after the one that answers the upstream.
 
         If there is an edge to that call already, the one that knows more of its prompt stays.
@@ -247,11 +262,13 @@ class Session:
         if earlier is not None and earlier.upcoming.prompt.reach >= upcoming.prompt.reach:
             return
         place = earlier.lease if earlier else self.pool.lease(lease.index + ahead, avoid=lease.index)
-        edge = self._edges[upcoming.key] = StreamingEdge(upcoming, upstream, place, self.emit)
-        for call, said in self._said.items():
-            edge.feed(call, "".join(said))
-            if call in self._ended:
-                edge.finish(call)
+        assert upstream.key is not None, "only calls of a graph have edges"
+        edge = StreamingEdge(upcoming, upstream.key, place, partial(self.emit, upstream.trace))
+        self._edges[upcoming.key] = edge
+        for key, said in self._said.items():
+            edge.feed(key, "".join(said))
+            if key in self._ended:
+                edge.finish(key)
         if earlier is not None:
             edge.take_over(earlier)
 
@@ -276,22 +293,22 @@ class Session:
             if edge.upcoming.key.site[: len(graph)] == graph:
                 self.drop(edge, "run ended")
 
-    def emit(self, name: str, node: str, device: str, **data: Any) -> float:
+    def emit(self, trace: Trace, name: str, node: str, device: str, **data: Any) -> float:
         """Record an event of this run; returns its time (s, monotonic)."""
-        return self.trace.emit(name, run=self.name, node=node, device=device, **data)
+        return trace.emit(name, run=self.name, node=node, device=device, **data)
 
 
-def session_of(owner: object | None, pool: EnginePool, trace: Trace) -> Session:
+def session_of(owner: object | None, pool: EnginePool) -> Session:
     """The session of a run on a pool, made on its first call. `owner` is what all calls of one run share.
 
     Models that share a pool share its sessions, so that their nodes can share edges. A call outside a graph
     (`owner` None) is a run of its own.
     """
     if owner is None:
-        return Session(pool, trace, pool.least_loaded())
+        return Session(pool, pool.least_loaded())
     session = pool.runs.get(id(owner))
     if session is None:
-        session = pool.runs[id(owner)] = Session(pool, trace, pool.least_loaded(), owner)
+        session = pool.runs[id(owner)] = Session(pool, pool.least_loaded(), owner)
     pool.runs.move_to_end(id(owner))
     if len(pool.runs) > MAX_RUNS:
         pool.runs.popitem(last=False)[1].close()

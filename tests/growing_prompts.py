@@ -21,3 +21,8 @@ def segments_of(render: Callable[[str], str]) -> list[Segment]:
 def growing_with(tokens: ChatTemplate, use: Callable[[str], list[dict[str, Any]]]) -> GrowingPrompt:
     """The growing prompt of a node that makes these messages of what the writer says."""
     return GrowingPrompt(tokens, segments_of(lambda text: tokens.render(use(text))))
+
+
+def is_probe(text: str) -> bool:
+    """Whether a text was made up to find out how a prompt uses an answer."""
+    return text[:2] in ("Zq", "Kx") and text[2:5].isdigit()

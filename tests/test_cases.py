@@ -24,10 +24,9 @@ from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import TemplateRefused
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, common_prefix
 from langgraph_pingpong.pool import Lease
-from langgraph_pingpong.session import Session
+from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
-from langgraph_pingpong.trace import Trace
 from tests.growing_prompts import CRITIC, WRITER, segments_of
 from tests.shipped_tokenizers import qwen
 
@@ -286,7 +285,7 @@ class GivenIds:
 
 def opened(run: Session, lease: Lease) -> StreamingEdge:
     """An edge from the writer to the critic whose prompt a test decides."""
-    run.open_edge(Upcoming(CRITIC, 2, "declared", GivenIds()), WRITER, lease, 1)
+    run.open_edge(Upcoming(CRITIC, 2, "declared", GivenIds()), Call(Request(()), WRITER), lease, 1)
     return run._edges[CRITIC]
 
 
@@ -325,7 +324,7 @@ class TestWholeBlocks:
         pool = EnginePool(engines)
 
         async def grow() -> Prefilled:
-            run = Session(pool, Trace(), 0)
+            run = Session(pool, 0)
             lease = pool.lease(0)
             edge = opened(run, lease)
             for size in sizes:
@@ -349,7 +348,7 @@ class TestWholeBlocks:
         pool = EnginePool(engines)
 
         async def grow() -> None:
-            edge = opened(Session(pool, Trace(), 0), pool.lease(0))
+            edge = opened(Session(pool, 0), pool.lease(0))
             for size in (16, 40, 64, 99):
                 edge.feed(WRITER, str(size))
                 await asyncio.sleep(0.01)

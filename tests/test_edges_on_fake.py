@@ -18,17 +18,16 @@ from langgraph.graph import START, StateGraph
 from langgraph.types import RetryPolicy, Send
 from typing_extensions import TypedDict
 
-from langgraph_pingpong import FakeEngine, agent_node, streaming_edge
+from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, engine_pool, streaming_edge
 from langgraph_pingpong.edges import langgraph_internals
 from langgraph_pingpong.engines.base import Delta, Request
-from langgraph_pingpong.errors import EngineDead
-from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, is_probe
+from langgraph_pingpong.errors import EngineDead, PromptTooLong, UnknownSetting
+from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt
 from langgraph_pingpong.session import Call, Certificate, Session
 from langgraph_pingpong.streaming_edge import Upcoming
-from tests.growing_prompts import CRITIC, WRITER
+from tests.growing_prompts import CRITIC, WRITER, is_probe
 
 if TYPE_CHECKING:
-    from langgraph_pingpong import ChatPingPong
     from tests.conftest import Lab, Recorder
 
 THREE = ("writer", "critic", "editor")
@@ -581,10 +580,10 @@ class TestClaims:
         foreseen = {1: GivenIds(range(64), 1), 2: GivenIds(range(100, 180), 2)}
 
         async def ask_twice() -> list[Certificate]:
-            run = Session(model.pool, model.trace, 0)
+            run = Session(model.pool, 0)
             upstream = model.pool.lease(0)
             for reach in order:
-                run.open_edge(Upcoming(CRITIC, 2, "learned", foreseen[reach]), WRITER, upstream, 1)
+                run.open_edge(Upcoming(CRITIC, 2, "learned", foreseen[reach]), Call(Request(()), WRITER), upstream, 1)
                 await asyncio.sleep(0.05)
             call = Call(Request(tuple(range(100, 200))), CRITIC, 2)
             certificates = [answer[-1] for _ in range(2) async for answer in run.answer(call) if answer[-1]]
@@ -776,6 +775,29 @@ class TestShapes:
         record = lab.record(model)
         graph.invoke(TASK)
         assert record.certificate("critic")["upstream"] == "writer"
+
+    def test_each_model_of_a_shared_pool_traces_its_own_calls(self, lab: Lab) -> None:
+        model = lab.model()
+        other = ChatPingPong(pool=model.pool)
+        graph = lab.chain(model)
+        graph.nodes["critic"].bound.model = other
+        own, others = lab.record(model), lab.record(other)
+        graph.invoke(TASK)
+        assert {event.node for event in own.named("finish")} == {"writer"}
+        assert {event.node for event in others.named("finish")} == {"critic"}
+        assert own.named("append.started", "critic")  # the writer's call opened that edge
+        assert others.certificate("critic")["upstream"] == "writer"
+        assert {event.run for event in (*own.events, *others.events)} == {own.events[0].run}
+
+    def test_a_pool_is_made_for_several_models(self) -> None:
+        with engine_pool(devices=["fake:0", "fake:1"], max_model_len=400) as pool:
+            first, second = (ChatPingPong(pool=pool, temperature=value) for value in (0.0, 1.0))
+            assert first.invoke("Hello.").text == second.invoke("Hello.").text
+            assert [engine.starts for engine in pool.engines] == [1, 1]
+            with pytest.raises(PromptTooLong, match="holds 400"):
+                first.invoke("x" * 500)
+        with pytest.raises(UnknownSetting, match="Did you mean 'max_model_len'"):
+            engine_pool(devices=["fake:0"], max_model_length=400)
 
     def test_a_downstream_on_another_pool_is_left_alone(self, lab: Lab) -> None:
         model, elsewhere = lab.model(), lab.model()

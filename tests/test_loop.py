@@ -114,26 +114,6 @@ class TestRun:
         assert ended.is_set()
 
 
-class TestArun:
-    async def test_gives_the_result(self, loop: LoopThread) -> None:
-        assert await loop.arun(answer()) == 42
-
-    async def test_raises_what_the_work_raised(self, loop: LoopThread) -> None:
-        with pytest.raises(ValueError, match="wrong"):
-            await loop.arun(fail())
-
-    async def test_cancelling_cancels_the_work(self, loop: LoopThread) -> None:
-        task = asyncio.create_task(loop.arun(forever()))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert pending(loop) == 0
-
-    def test_works_on_one_event_loop_after_another(self, loop: LoopThread) -> None:
-        assert [asyncio.run(loop.arun(answer(n))) for n in range(3)] == [0, 1, 2]
-
-
 class TestIterate:
     def test_gives_every_item(self, loop: LoopThread) -> None:
         assert list(loop.iterate(Source(5))) == [0, 1, 2, 3, 4]

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
 from langgraph_pingpong.errors import ConfigError
-from langgraph_pingpong.growing_prompt import is_probe
+from tests.growing_prompts import is_probe
 
 RULES = "Say it in short words and leave nothing out. " * 6
 
@@ -399,6 +399,11 @@ class TestDryRun:
         assert seen["writer"]["source"] == "dry run"
         assert prefilled(seen["writer"]) > 0.85
 
+    @pytest.mark.parametrize("named", [{"planner"}, {"writer"}])
+    def test_an_edge_needs_both_of_its_nodes(self, model: ChatPingPong, named: set[str]) -> None:
+        _, seen = run(model, streaming_edges(chain(model), dry_run=named), given(1))
+        assert seen["writer"]["source"] is None
+
     def test_only_the_named_nodes_are_rehearsed(self, model: ChatPingPong) -> None:
         calls: list[str] = []
 
@@ -491,3 +496,34 @@ class TestOptions:
     ) -> None:
         with pytest.raises(ConfigError, match=message):
             streaming_edges(chain(model) if target == "graph" else StateGraph(State), **options)
+
+
+class TestManyAtOnce:
+    """More calls than are remembered of a run, and calls of one task that cannot be told apart."""
+
+    @pytest.mark.parametrize("overlap", ["on", "off"])
+    def test_a_wide_fan_out_is_answered(self, model: ChatPingPong, overlap: str) -> None:
+        switched = model.model_copy(update={"overlap": overlap})
+        builder = StateGraph(State)
+        builder.add_node("worker", lambda s: {"drafts": [ask(switched, "You work.", f"Part {s['part']}.")]})
+        builder.add_conditional_edges(START, lambda s: [Send("worker", {"part": n}) for n in range(40)], ["worker"])
+        graph = builder.compile()
+        for _ in range(2):
+            drafts = graph.invoke(given(1), {"max_concurrency": 40})["drafts"]
+            assert len(drafts) == len(set(drafts)) == 40
+
+    @pytest.mark.parametrize("overlap", ["on", "off"])
+    def test_a_call_that_ends_early_leaves_those_beside_it_alone(self, model: ChatPingPong, overlap: str) -> None:
+        switched = model.model_copy(update={"overlap": overlap})
+
+        def many(state: State) -> Any:
+            slow = switched.stream("Say something long.")
+            said = next(slow).text
+            for _ in switched.stream("Say something else."):
+                break
+            return {"plan": said + "".join(chunk.text for chunk in slow)}
+
+        builder = StateGraph(State)
+        builder.add_node("many", many)
+        builder.add_edge(START, "many")
+        assert builder.compile().invoke(given(1))["plan"] == switched.invoke("Say something long.").text

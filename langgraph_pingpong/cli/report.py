@@ -162,7 +162,7 @@ class Verdict:
             return f"The texts part in the answer of {self.parted}: without --seed, sampled answers always differ."
         return (
             f"The texts part in the answer of {self.parted}: a prompt prefilled in pieces rounds differently in "
-            "bf16, which can flip a near tie between two tokens (see DESIGN.md)."
+            "bf16, which can flip a near tie between two tokens (see docs/architecture.md)."
         )
 
 

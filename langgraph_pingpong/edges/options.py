@@ -36,8 +36,9 @@ def streaming_edges(graph: Graph, *, dry_run: Collection[str] | bool = (), off: 
 
     Args:
         graph: a compiled LangGraph graph.
-        dry_run: nodes whose function is pure up to its first model call, True for all. They are run on states that
-            have not happened yet, so that their prompt is known from the first run on. Other models, tools,
+        dry_run: nodes whose function is pure, True for all. They are run on made-up states and answers, so that prompts
+            are known from the first run on: an upstream node to its end, a downstream node up to its first model
+            call. An edge needs both of its nodes named, or declared by `agent_node`. Other models, tools,
             retrievers, writes to the store and functional tasks are stopped before they do anything; any other
             side effect of the function happens once more.
         off: nodes whose prompts are never prefilled, True for all.
