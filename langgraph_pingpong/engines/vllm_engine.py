@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 # Read by vLLM when an engine is built. Spawn, because a fork would copy this process's threads' locks. The
-# sampler that FlashInfer compiles on the spot costs 100 s at the first start.
+# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings that torch and vLLM give at
+# every start (what is deprecated, what this machine lacks) are for their developers.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
