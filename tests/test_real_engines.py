@@ -235,7 +235,7 @@ SCRIPT = """
     import json
     from langgraph_pingpong import ChatPingPong
     {guard}
-        with ChatPingPong(devices=DEVICES, max_tokens=4, max_model_len=512) as model:
+        with ChatPingPong(devices={devices}, max_tokens=4, max_model_len=512) as model:
             import psutil
             children = [p.name() for p in psutil.Process().children()]
             print(json.dumps({{"text": model.invoke("Hi").text, "children": len(children)}}))
@@ -244,7 +244,7 @@ SCRIPT = """
 
 def test_guarded_script_starts_two_engines_and_ends_cleanly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":')))
+    script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":', devices=DEVICES)))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
