@@ -27,7 +27,7 @@ _WHITE_SPACE = "".join(char for char in map(chr, range(0x3001)) if char.isspace(
 """White space as tokenizers see it, which is not quite Python's."""
 
 _SHORT = 64
-"""A tail of fewer characters is encoded again with every piece."""
+"""A tail of fewer characters is encoded again with every piece, and a text between markers with every prompt."""
 
 HARD_TEXT = (
     " It'll cost 1234567890123 crabs,\n\n \t if (x<=Na\u00efve) {ABCdef\u65e5\u672c\u8a9eABCabc}...\r\n  "
@@ -88,7 +88,7 @@ class GrowingIds:
         for marker in segments.markers(tail):
             if marker.stop > limit:
                 break
-            self.ids += [*self._encode(self._template.unescape(tail[at : marker.before])), marker.id]
+            self.ids += [*self._encode_whole(self._template.unescape(tail[at : marker.before])), marker.id]
             self._encoder, at, self._looked = segments.inner, marker.end, 0
             self._drops_space = marker.eats_on
         self._tail = self._template.unescape(tail[at:])
@@ -102,6 +102,12 @@ class GrowingIds:
         self._tail = self._tail[end:]
         if self._segments:
             self._encoder = self._segments.rest
+
+    def _encode_whole(self, text: str) -> Sequence[int]:
+        """The ids of a text between two markers, which does not grow."""
+        if self._encoder is None or self._segments is None or len(text) < _SHORT:
+            return self._encode(text)
+        return self._segments.encode_whole(self._encoder, text)
 
     def _encode(self, text: str) -> list[int]:
         if self._encoder is None:

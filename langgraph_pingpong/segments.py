@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ SPACE_MARK = "\u2581"
 MARKER_BREAK = "\ufdd0"
 """Stands inside marker text that a user supplied, from rendering to encoding. No text has it by itself: it is one of
 the code points that Unicode reserves for use within a program."""
+
+KEPT_TEXTS = 256
+"""Texts whose ids are kept."""
 
 _AT_START = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": "", "strip_left": False}
 """Settings of what tokenizers do to the beginning of a segment, each switched off."""
@@ -41,6 +45,10 @@ class Marker:
     stop: int
     end: int
     eats_on: bool
+
+
+def _encode(encoder: Tokenizer, text: str) -> Sequence[int]:
+    return array("I", encoder.encode(text, add_special_tokens=False).ids)
 
 
 class Segments:
@@ -63,6 +71,8 @@ class Segments:
         self.first = self._encoder(backend, self._settings)
         self.inner, self.rest = (self._changed(backend, change) for change in (_behind_marker, _within_segment))
         self._finder = self._make_finder()
+        self.encode_whole = functools.lru_cache(KEPT_TEXTS)(_encode)
+        """The ids of a text between two markers, by encoder. System prompts and earlier turns come again and again."""
 
     def _changed(self, backend: Tokenizer, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Tokenizer:
         settings = json.dumps(json.loads(self._settings, object_hook=change))

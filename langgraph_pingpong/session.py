@@ -92,10 +92,14 @@ class Certificate:
 
 
 class Outgoing:
-    """What leaves one call: its words, to every edge that waits for them, and the edges it opens itself."""
+    """What leaves one call: its words, to every edge that waits for them, and the edges it opens itself.
 
-    def __init__(self, session: Session, call: Call, lease: Lease) -> None:
+    A call that was `prefilled` answers at once. Its planning waits until it does, so as not to be in its way.
+    """
+
+    def __init__(self, session: Session, call: Call, lease: Lease, prefilled: bool) -> None:
         self._session, self._call, self._lease = session, call, lease
+        self._plan_later = prefilled
         self._begin = asyncio.Event()
         if not call.defer:
             self._begin.set()
@@ -104,6 +108,8 @@ class Outgoing:
 
     async def _open(self, plan: Plan) -> None:
         try:
+            if self._plan_later:
+                await self._begin.wait()
             upcoming = await plan()
             await self._begin.wait()
             for ahead, one in enumerate(upcoming, start=1):
@@ -158,7 +164,7 @@ class Session:
         prefilled = edge.finalize(ids) if edge else Prefilled()
         lease = edge.lease if edge else self.pool.lease(self.start + self._calls)
         self._calls += 1
-        outgoing = Outgoing(self, call, lease)
+        outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
         finished = False
         try:
             if edge:
