@@ -40,7 +40,7 @@ HOSTS = {
     "torch": ("default_model",),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine"),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
-    "pydantic": ("settings", "tools", "chat_model", "cli", "bench"),
+    "pydantic": ("settings", "tools", "edges.saved", "chat_model", "cli", "bench"),
     "typer": ("cli", "bench"),
     "rich": ("cli", "bench", "viz", "default_model"),
 }
