@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from langchain_core.messages import convert_to_messages
-
 from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
     RunningTask,
@@ -27,7 +25,7 @@ from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
 from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
-from langgraph_pingpong.prompts import render_prompt
+from langgraph_pingpong.prompts import render_turns
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate, Message
 
@@ -132,8 +130,7 @@ def _upcoming(ahead: Ahead, template: ChatTemplate) -> Upcoming:
 
 
 def _render(template: ChatTemplate, turns: Sequence[Message], shaping: Shaping) -> str:
-    messages = convert_to_messages([dict(turn) for turn in turns])
-    return render_prompt(template.using(shaping.chat_template), messages, shaping.tools, shaping.template_kwargs)
+    return render_turns(template.using(shaping.chat_template), turns, shaping.tools, shaping.template_kwargs)
 
 
 def planner_of(pool: EnginePool) -> Planner:

@@ -33,7 +33,7 @@ bench viz cli
 """From the bottom up. A module imports from lower layers, and from its own without a circle."""
 
 HOSTS = {
-    "langgraph": ("edges",),
+    "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
     "langchain": (),
     "vllm": ("engines.vllm_engine", "engines.vllm_parsers"),

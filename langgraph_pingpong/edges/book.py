@@ -152,12 +152,15 @@ def note_sources(record: CallRecord, state: Mapping[str, Any], task_input: Any) 
         if isinstance(content := message.get("content"), str):
             texts["prompt", index] = content
     lists["prompt",] = record.messages
+    converted: dict[int, Sequence[Message]] = {}  # state and input are often the same list
     for root, value in (("state", state), ("input", task_input)):
         for path, found in itertools.islice(_walk((root,), value, MAX_DEPTH), MAX_TEXTS):
             if isinstance(found, str):
                 texts[path] = found
+            elif id(found) in converted:
+                lists[path] = converted[id(found)]
             else:
-                lists[path] = convert_to_openai_messages(found)
+                lists[path] = converted[id(found)] = convert_to_openai_messages(found)
     record.texts, record.lists = texts, lists
 
 

@@ -23,9 +23,6 @@ MAX_CALL_SITES = 512
 MAX_FOLLOWERS = 16
 """Followers of one call that are remembered."""
 
-MAX_TEMPLATES = 2
-"""Observations of one follower's prompt that are remembered."""
-
 MAX_OUTCOMES = 3
 """Outcomes of one round of a call that are remembered, that of the call under way included."""
 
@@ -41,7 +38,7 @@ Site = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A call that followed another one: its prompt, the newest observation last.
+    """A call that followed another one: its prompt as it was seen last and, where that was different, before that.
 
     `steps` is the number of supersteps between the two, where they are of the same graph.
     """
@@ -105,7 +102,7 @@ class Memory:
         with self._lock:
             followers = self._site(tenant, before.key).followers
             known = followers.get(record.key, Follower())
-            templates = (*known.templates, template)[-MAX_TEMPLATES:]
+            templates = (*(old for old in known.templates[-1:] if old != template), template)
             followers[record.key] = Follower(templates, record.shaping, _steps(before, record))
             before.outcome.followers.add(record.key)
             followers.move_to_end(record.key)
