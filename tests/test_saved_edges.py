@@ -299,6 +299,9 @@ class TestWrongFiles:
             saved._OPEN[file.resolve()].save()
         assert sum(f"not saved in {file}" in line for line in caplog.messages) == 1
         assert list(file.parent.iterdir()) == []
+        monkeypatch.undo()
+        end_of_process(file)
+        assert len(sites(file)) == 1
 
 
 class TestWriting:

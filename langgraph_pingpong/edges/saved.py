@@ -99,6 +99,7 @@ class SavedEdges(Memory):
                 if not self._warned:
                     logger.warning("Learned edges are not saved in %s: %s", self.path, error)
                 self._warned = True
+                self._keep_unsaved(sites)
 
     def _take_unsaved(self) -> list[SavedSite]:
         with self._lock:
@@ -108,9 +109,16 @@ class SavedEdges(Memory):
             sites = [(at, self._sites[at]) for at in self._unsaved if at in self._sites]
             # What is not settled is written as it is now, and once more with the next change or at exit.
             self._unsaved = OrderedDict.fromkeys(at for at, site in sites if not site.settled)
-            if not self._unsaved:
-                atexit.unregister(self.save)
+            atexit.unregister(self.save)
+            if self._unsaved:
+                atexit.register(self.save)
             return [_saved(at, site) for at, site in sites]
+
+    def _keep_unsaved(self, sites: Iterable[SavedSite]) -> None:
+        """Try again with the next change or at exit."""
+        with self._lock:
+            self._unsaved = OrderedDict.fromkeys((*map(_at, sites), *self._unsaved))
+            atexit.register(self.save)
 
 
 _OPEN: weakref.WeakValueDictionary[Path, SavedEdges] = weakref.WeakValueDictionary()
