@@ -205,7 +205,8 @@ def summary(lines: Sequence[Line]) -> str:
         f"while the engines work. Each engine pauses before its first token, {PAUSE_S[0]} s and {PAUSE_S[1] * 1e6:.0f} "
         "us for each token of the prompt, which is not counted. Median and 95th "
         f"percentile of {setup['runs']} runs with edges off and as many with edges on, alternating; the overhead is "
-        "the difference of the medians. One token is one byte. Where the load is above 1, other programs used the "
+        "the difference of the medians. In a chain all calls but the last lead to an edge, and all are counted: of two "
+        "calls one bears the whole overhead. One token is one byte. Where the load is above 1, other programs used the "
         "cores too.",
     ]
     for figure, title in FIGURES.items():
