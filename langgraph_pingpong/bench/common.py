@@ -19,9 +19,9 @@ def alternate(number: int) -> Sequence[str]:
     return MODES if number % 2 == 0 else MODES[::-1]
 
 
-def machine() -> str:
-    """Processor, cores and system."""
-    return f"{_processor()}, {os.cpu_count()} cores, {platform.system()}"
+def machine(*more: str) -> str:
+    """Processor, cores, `more` parts, and system."""
+    return ", ".join([_processor(), f"{os.cpu_count()} cores", *more, platform.system()])
 
 
 def versions() -> dict[str, str]:
