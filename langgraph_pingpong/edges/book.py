@@ -5,22 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from langgraph_pingpong.edges.langgraph_internals import RunningTask
-from langgraph_pingpong.edges.template import Message, Sources
+from langgraph_pingpong.edges.template import Message, Path, Sources
 from langgraph_pingpong.growing_prompt import CallKey
 
 Answers = Mapping[CallKey, str]
 """What calls answered."""
-
-Render = Callable[[Sequence[Message]], str]
-"""From messages to the prompt's text, with a call's own tools and template."""
 
 MAX_CALLS = 32
 """Finished calls of one run that are remembered."""
@@ -32,6 +29,28 @@ MAX_TEXTS = 500
 """Texts of one state that are looked at."""
 
 
+@dataclass(frozen=True)
+class Shaping:
+    """What shapes a prompt beside its messages: a call's tools and variables, and its model's own chat template."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+
+@dataclass
+class Outcome:
+    """The calls that followed a call. `graph` is the run of its graph, which may still bring the first."""
+
+    followers: set[CallKey] = field(default_factory=set)
+    graph: weakref.ref[Any] | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what followed, be it nothing."""
+        return bool(self.followers) or self.graph is None or self.graph() is None
+
+
 @dataclass
 class CallRecord:
     """One call of the model within a run. `task` is let go of when the call ends."""
@@ -39,18 +58,20 @@ class CallRecord:
     key: CallKey
     step: int
     messages: Sequence[Message]
-    render: Render
+    shaping: Shaping
     task: RunningTask | None
+    round: int = 0
+    """How many calls with the same key this run has had before, as in a loop of the graph."""
     spec: weakref.ref[Any] | None = None
     """The node's object in the compiled graph; what is learned of it ends with it."""
-    texts: Mapping[Hashable, str] = field(default_factory=dict)
-    lists: Mapping[Hashable, Sequence[Message]] = field(default_factory=dict)
+    texts: Mapping[Path, str] = field(default_factory=dict)
+    lists: Mapping[Path, Sequence[Message]] = field(default_factory=dict)
     answer: str = ""
     began: int = 0
     ended: int | None = None
     alone: bool = True
     """Whether no other call of the same task ran at the same time; else its number means nothing."""
-    followers: set[CallKey] = field(default_factory=set)
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 class RunBook:
@@ -60,17 +81,20 @@ class RunBook:
         self._clock = itertools.count(1)
         self._lock = threading.Lock()
         self._numbers: dict[tuple[str, int], int] = {}
+        self._rounds: Counter[CallKey] = Counter()
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.active: dict[CallKey, CallRecord] = {}
         self.finished: OrderedDict[CallKey, CallRecord] = OrderedDict()
 
-    def begin(self, task: RunningTask, messages: Sequence[Message], render: Render) -> CallRecord:
+    def begin(self, task: RunningTask, messages: Sequence[Message], shaping: Shaping) -> CallRecord:
         """Note that a call begins."""
         with self._lock:
             attempt = (task.task_id, task.attempt)
             number = self._numbers.get(attempt, 0)
             self._numbers[attempt] = number + 1
-            record = CallRecord(CallKey(task.site, number, task.push), task.step, messages, render, task)
+            key = CallKey(task.site, number, task.push)
+            record = CallRecord(key, task.step, messages, shaping, task, self._rounds[key])
+            record.outcome.graph = weakref.ref(task.loop)
             record.began = next(self._clock)
             for other in self.active.values():
                 if other.task is not None and other.task.task_id == task.task_id:
@@ -94,6 +118,7 @@ class RunBook:
             if answer is None:
                 return
             record.answer, record.ended = answer, next(self._clock)
+            self._rounds[record.key] += 1
             self.finished.pop(record.key, None)
             self.finished[record.key] = record
             if len(self.finished) > MAX_CALLS:
@@ -121,22 +146,25 @@ class RunBook:
 
 def note_sources(record: CallRecord, state: Mapping[str, Any], task_input: Any) -> None:
     """Look through a call's prompt, state and input for texts and message lists that a later prompt may hold."""
-    texts: dict[Hashable, str] = {}
-    lists: dict[Hashable, Sequence[Message]] = {}
+    texts: dict[Path, str] = {}
+    lists: dict[Path, Sequence[Message]] = {}
     for index, message in enumerate(record.messages):
         if isinstance(content := message.get("content"), str):
             texts["prompt", index] = content
-    lists["prompt"] = record.messages
+    lists["prompt",] = record.messages
+    converted: dict[int, Sequence[Message]] = {}  # state and input are often the same list
     for root, value in (("state", state), ("input", task_input)):
         for path, found in itertools.islice(_walk((root,), value, MAX_DEPTH), MAX_TEXTS):
             if isinstance(found, str):
                 texts[path] = found
+            elif id(found) in converted:
+                lists[path] = converted[id(found)]
             else:
-                lists[path] = convert_to_openai_messages(found)
+                lists[path] = converted[id(found)] = convert_to_openai_messages(found)
     record.texts, record.lists = texts, lists
 
 
-def _walk(path: tuple[Hashable, ...], value: Any, depth: int) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
+def _walk(path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
     """Every text and list of messages within a value, with the path to it."""
     if isinstance(value, str):
         yield path, value
@@ -151,9 +179,9 @@ def _walk(path: tuple[Hashable, ...], value: Any, depth: int) -> Iterator[tuple[
             yield from _walk((*path, name), item, depth - 1)
 
 
-def _children(value: Any) -> list[tuple[Hashable, Any]]:
+def _children(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
-        return list(value.items())
+        return [(name, item) for name, item in value.items() if isinstance(name, (str, int))]
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     return list(vars(value).items()) if hasattr(value, "__dict__") and not callable(value) else []

@@ -1,95 +1,171 @@
 """Learned edges: what followed a call in earlier runs, and what its prompt was made of.
 
 Passive: nothing of the user's is run. What one run shows is used in the next; from the second observation on only
-what the last two agree on is trusted.
+what the last two agree on is trusted. That nothing followed is an observation, too.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from langgraph_pingpong.edges.book import Answers, CallRecord, Render, sources_of
+from langgraph_pingpong.edges.book import Answers, CallRecord, Outcome, Shaping, sources_of
 from langgraph_pingpong.edges.template import Template, learn
 from langgraph_pingpong.growing_prompt import CallKey
 
 MAX_CALL_SITES = 512
-"""Call sites of one scope that are remembered; the ones used least recently are forgotten first."""
+"""Call sites of one memory that are remembered; the ones used least recently are forgotten first."""
 
 MAX_FOLLOWERS = 16
 """Followers of one call that are remembered."""
 
+MAX_OUTCOMES = 3
+"""Outcomes of one round of a call that are remembered, that of the call under way included."""
 
-@dataclass
+MAX_ROUNDS = 32
+"""Rounds of a loop that are told apart; those beyond count as one."""
+
+At = tuple[Hashable, CallKey]
+"""A tenant and a call of its graph."""
+
+Site = tuple[str, ...]
+"""The names of the nodes around a node, and its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Follower:
-    """A call that followed another one."""
+    """A call that followed another one: its prompt as it was seen last and, where that was different, before that.
 
-    templates: deque[Template] = field(default_factory=lambda: deque(maxlen=2))
-    render: Render | None = None
-    spec: weakref.ref[Any] | None = None
-    """The follower's node, for its options."""
+    `steps` is the number of supersteps between the two, where they are of the same graph.
+    """
+
+    templates: tuple[Template, ...] = ()
+    shaping: Shaping = field(default_factory=Shaping)
     steps: int | None = None
-    """Supersteps between the two, where they are of the same graph."""
 
 
 @dataclass
 class CallSite:
-    """What followed one call: `outcomes` are the followers of its last runs, the newest last, this one's included."""
+    """What followed one call: the outcomes of each round, the newest last, and the followers."""
 
-    outcomes: deque[set[CallKey]] = field(default_factory=lambda: deque(maxlen=3))
+    outcomes: dict[int, list[Outcome]] = field(default_factory=dict)
     followers: OrderedDict[CallKey, Follower] = field(default_factory=OrderedDict)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known of every outcome what it is."""
+        return all(outcome.settled for past in self.outcomes.values() for outcome in past)
 
-class LearnedEdges:
-    """What was learned, for each graph and tenant apart."""
+    def past(self, record: CallRecord) -> list[set[CallKey]]:
+        """What followed in this round lately; for a round not seen before, in the one before it."""
+        for number in range(_round(record), -1, -1):
+            outcomes = [o for o in self.outcomes.get(number, ()) if o.settled and o is not record.outcome]
+            if outcomes:
+                return [set(outcome.followers) for outcome in outcomes]
+        return []
+
+
+class Memory:
+    """What was learned of some nodes, for each tenant apart."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sites: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, CallSite]] = weakref.WeakKeyDictionary()
+        self._sites: OrderedDict[At, CallSite] = OrderedDict()
+        self._nodes: dict[Site, weakref.WeakSet[Any]] = {}
 
-    def began(self, spec: Any, tenant: Hashable, record: CallRecord) -> None:
+    def add_node(self, site: Site, spec: Any) -> None:
+        """Note which object in a compiled graph the node at a site is."""
+        with self._lock:
+            self._nodes.setdefault(site, weakref.WeakSet()).add(spec)
+
+    def nodes_at(self, site: Site) -> list[Any]:
+        """The nodes at a site, one for each graph that is alive; none if no call of it was seen."""
+        with self._lock:
+            return list(self._nodes.get(site, ()))
+
+    def began(self, tenant: Hashable, record: CallRecord) -> None:
         """A call begins: what follows it is noted from now on."""
         with self._lock:
-            self._site(spec, tenant, record.key).outcomes.append(record.followers)
+            site = self._site(tenant, record.key)
+            outcomes = site.outcomes.setdefault(_round(record), [])
+            outcomes.append(record.outcome)
+            del outcomes[:-MAX_OUTCOMES]
+            if site.followers:
+                self._changed((tenant, record.key))
 
-    def observe(self, tenant: Hashable, before: CallRecord, record: CallRecord, answers: Answers) -> None:
-        """Learn what the prompt of `record` took from the call `before` it and from the answers so far."""
-        spec = before.spec() if before.spec else None
-        if spec is None:  # the graph is gone
-            return
-        template = learn(record.messages, sources_of(before, answers))
+    def observe(self, tenant: Hashable, before: CallRecord, record: CallRecord, template: Template) -> None:
+        """A call followed the one `before` it, with a prompt of this template."""
         with self._lock:
-            followers = self._site(spec, tenant, before.key).followers
-            follower = followers.setdefault(record.key, Follower())
-            follower.templates.append(template)
-            follower.render = record.render
-            follower.spec = record.spec
-            follower.steps = _steps(before, record)
-            before.followers.add(record.key)
+            followers = self._site(tenant, before.key).followers
+            known = followers.get(record.key, Follower())
+            templates = (*(old for old in known.templates[-1:] if old != template), template)
+            followers[record.key] = Follower(templates, record.shaping, _steps(before, record))
+            before.outcome.followers.add(record.key)
             followers.move_to_end(record.key)
             if len(followers) > MAX_FOLLOWERS:
                 followers.popitem(last=False)
+            self._changed((tenant, before.key))
 
-    def expected(self, spec: Any, tenant: Hashable, record: CallRecord) -> tuple[bool, dict[CallKey, Follower]]:
+    def expected(self, tenant: Hashable, record: CallRecord) -> tuple[bool, dict[CallKey, Follower]]:
         """The followers that earlier runs of a call saw lately, and whether all saw the same."""
         with self._lock:
-            site = self._site(spec, tenant, record.key)
-            past = [set(outcome) for outcome in site.outcomes if outcome and outcome is not record.followers]
+            site = self._site(tenant, record.key)
+            past = site.past(record)
             seen: set[CallKey] = set().union(*past)
             certain = all(outcome == seen for outcome in past)
             return certain, {key: follower for key, follower in site.followers.items() if key in seen}
 
-    def _site(self, spec: Any, tenant: Hashable, key: CallKey) -> CallSite:
-        sites = self._sites.setdefault(spec, OrderedDict())
-        site = sites.setdefault((tenant, key), CallSite())
-        sites.move_to_end((tenant, key))
-        if len(sites) > MAX_CALL_SITES:
-            sites.popitem(last=False)
+    def _site(self, tenant: Hashable, key: CallKey) -> CallSite:
+        site = self._sites.setdefault((tenant, key), CallSite())
+        self._sites.move_to_end((tenant, key))
+        if len(self._sites) > MAX_CALL_SITES:
+            self._sites.popitem(last=False)
         return site
+
+    def _changed(self, at: At) -> None:
+        """Something was learned about a call."""
+
+
+_GIVEN: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+
+
+def give_memory(spec: Any, memory: Memory) -> None:
+    """Let a node learn there, and not for its pool and its own life only."""
+    _GIVEN[spec] = memory
+
+
+class LearnedEdges:
+    """The memories of one pool: each node has its own, unless it was given one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+
+    def memory_of(self, spec: Any) -> Memory:
+        """Where is learned what follows a node's calls."""
+        with self._lock:
+            return _GIVEN.get(spec) or self._memories.setdefault(spec, Memory())
+
+    def began(self, spec: Any, tenant: Hashable, record: CallRecord) -> None:
+        """A call begins: what follows it is noted from now on."""
+        self.memory_of(spec).began(tenant, record)
+
+    def observe(self, tenant: Hashable, before: CallRecord, record: CallRecord, answers: Answers) -> None:
+        """Learn what the prompt of `record` took from the call `before` it and from the answers so far."""
+        spec, follower = before.spec and before.spec(), record.spec and record.spec()
+        if spec is None or follower is None:  # the graph is gone
+            return
+        memory = self.memory_of(spec)
+        memory.add_node(record.key.site, follower)
+        memory.observe(tenant, before, record, learn(record.messages, sources_of(before, answers)))
+
+
+def _round(record: CallRecord) -> int:
+    return min(record.round, MAX_ROUNDS - 1)
 
 
 def _steps(before: CallRecord, record: CallRecord) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from langgraph_pingpong.edges.saved import learn_in
 from langgraph_pingpong.errors import ConfigError
 
 Graph = TypeVar("Graph")
@@ -31,7 +33,13 @@ def options_of(spec: Any) -> NodeOptions:
     return _DEFAULT if spec is None else _OPTIONS.get(spec, _DEFAULT)
 
 
-def streaming_edges(graph: Graph, *, dry_run: Collection[str] | bool = (), off: Collection[str] | bool = ()) -> Graph:
+def streaming_edges(
+    graph: Graph,
+    *,
+    dry_run: Collection[str] | bool = (),
+    off: Collection[str] | bool = (),
+    learned: str | os.PathLike[str] | None = None,
+) -> Graph:
     """Set how streaming edges treat the nodes of a compiled graph; returns the same graph object.
 
     Args:
@@ -42,9 +50,15 @@ def streaming_edges(graph: Graph, *, dry_run: Collection[str] | bool = (), off: 
             retrievers, writes to the store and functional tasks are stopped before they do anything; any other
             side effect of the function happens once more.
         off: nodes whose prompts are never prefilled, True for all.
+        learned: a file that keeps what is learned of this graph and the graphs within it, so that the next process
+            streams from its first run on. It is made when something was learned, and brought up to date within
+            seconds and at the interpreter's exit; processes can share it. It holds text of prompts, for each tenant
+            apart, and is readable for its owner only (mode 0600). One that is damaged or of another version is
+            replaced, with a warning.
 
     Raises:
-        ConfigError: the graph is not compiled, or has no node of that name.
+        ConfigError: the graph is not compiled, or has no node of that name; the file of `learned` holds something
+            else, cannot be read, or has no folder.
     """
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, dict) or not hasattr(graph, "get_graph"):
@@ -54,6 +68,8 @@ def streaming_edges(graph: Graph, *, dry_run: Collection[str] | bool = (), off: 
             if name not in nodes:
                 raise ConfigError(f"The graph has no node {name!r}; it has {', '.join(sorted(nodes))}.")
             _OPTIONS[nodes[name]] = replace(options_of(nodes[name]), **{option: True})
+    if learned is not None:
+        learn_in(graph, learned)
     return graph
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import Runnable
 
-from langgraph_pingpong.edges.book import CallRecord, RunBook, sources_of
+from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, sources_of
 from langgraph_pingpong.edges.declared import AgentNode
 from langgraph_pingpong.edges.langgraph_internals import (
     UNKNOWN,
@@ -29,7 +29,7 @@ from langgraph_pingpong.edges.langgraph_internals import (
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
-from langgraph_pingpong.edges.template import fill
+from langgraph_pingpong.edges.template import Message, Template, fill
 from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
 
 NO_MORE: Mapping[str, Any] = {}
@@ -37,6 +37,9 @@ NO_MORE: Mapping[str, Any] = {}
 RenderMessages = Callable[[Sequence[BaseMessage]], str]
 RendererOf = Callable[[Any, Mapping[str, Any]], RenderMessages | None]
 """How the prompts of a model are rendered, given further keyword arguments; None if it is served elsewhere."""
+
+RenderShaped = Callable[[Sequence[Message], Shaping], str]
+"""How prompts are rendered that are known by what shapes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Moment:
     book: RunBook
     probes: Probes
     renderer_of: RendererOf
+    render: RenderShaped
 
     def answers(self, variant: int) -> dict[CallKey, str]:
         """The answers of finished calls, and made-up ones of those under way."""
@@ -159,12 +163,12 @@ def _recorded(moment: Moment, recorded: Any, key: CallKey, step: int, source: st
 
 def _learned(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> Iterator[Ahead]:
     """Calls that followed this one in earlier runs; of uncertain ones only what is known already."""
-    certain, followers = learned.expected(spec_of(moment.task), tenant, moment.record)
+    memory = learned.memory_of(spec_of(moment.task))
+    certain, followers = memory.expected(tenant, moment.record)
     for key, follower in followers.items():
-        if follower.spec and options_of(follower.spec()).off:
+        if any(options_of(spec).off for spec in memory.nodes_at(key.site)):
             continue
-        rows = [_segments(moment, template, follower.render) for template in follower.templates if follower.render]
-        segments = agreed(rows) if rows else []
+        segments = agreed([_segments(moment, template, follower.shaping) for template in follower.templates])
         step = None if follower.steps is None else moment.record.step + follower.steps
         yield Ahead(key, step, "learned", segments if certain else known_beginning(segments))
 
@@ -173,10 +177,10 @@ def _missing(probes: Probes, variant: int, path: Hashable) -> str:
     return probes.of(("missing", path), variant)
 
 
-def _segments(moment: Moment, template: Any, render: Any) -> list[Segment]:
+def _segments(moment: Moment, template: Template, shaping: Shaping) -> list[Segment]:
     texts = []
     for variant in (0, 1):
         sources = sources_of(moment.record, moment.answers(variant))
         missing = partial(_missing, moment.probes, variant)
-        texts.append(render(fill(template, sources, missing)))
+        texts.append(moment.render(fill(template, sources, missing), shaping))
     return prompt_segments(texts, moment.probes)

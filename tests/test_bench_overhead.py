@@ -1,0 +1,40 @@
+"""The benchmark of the overhead measures runs that stream, and writes every one and a summary made from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from langgraph_pingpong.bench import overhead
+from langgraph_pingpong.bench.overhead import Case
+
+
+def test_every_run_is_written_and_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "CASES", [Case(3, 100, 48), Case(2, 50, 48, messages=4)])
+    overhead.main(tmp_path / "out" / "overhead", runs=2)
+    setup, *runs = [json.loads(line) for line in (tmp_path / "out" / "overhead.jsonl").read_text().splitlines()]
+    order = [(0, "off"), (0, "on"), (1, "on"), (1, "off")]
+    assert [(run["nodes"], run["run"], run["overlap"]) for run in runs] == [
+        (nodes, *each) for nodes in (3, 2) for each in order
+    ]
+    assert {run["overlap"]: sum(run["streamed"]) > 30 for run in runs} == {"off": False, "on": True}
+    assert all(len(run["streamed"]) == run["nodes"] - 1 and sum(run["wasted"]) == 0 for run in runs)
+    assert all(min(run["token_us"], run["cpu_ms"]) > 0 for run in runs)
+    text = (tmp_path / "out" / "overhead.md").read_text()
+    assert text == overhead.summary([setup, *runs])
+    for mode in ("off", "on"):
+        cpu = median(run["cpu_ms"] for run in runs if run["nodes"] == 3 and run["overlap"] == mode)
+        assert f"| {cpu:.2f} |" in text
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 1_024])
+def test_an_engine_answers_with_so_many_tokens(tokens: int) -> None:
+    engine = overhead.idle_engine("fake:0", None, Case(2, 100, tokens))
+    first, second = next(engine.answers), next(engine.answers)
+    for answer in (first, second):
+        assert len(answer) == tokens
+        assert [delta.finish_reason for delta in answer] == [None] * (tokens - 1) + ["stop"]
+    assert tokens == 1 or first != second
