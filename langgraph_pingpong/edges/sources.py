@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import Runnable
 
 from langgraph_pingpong.edges.book import CallRecord, RunBook, sources_of
-from langgraph_pingpong.edges.declared import AgentNode
+from langgraph_pingpong.edges.declared import AgentNode, Declared
 from langgraph_pingpong.edges.langgraph_internals import (
     UNKNOWN,
     NextTask,
@@ -29,6 +29,7 @@ from langgraph_pingpong.edges.langgraph_internals import (
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
+from langgraph_pingpong.edges.sequences import model_sequence
 from langgraph_pingpong.edges.template import fill
 from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
 
@@ -108,9 +109,8 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
         return
 
     def sibling(site: tuple[str, ...], push: int | None, other: Runnable[Any, Any]) -> Any:
-        if not isinstance(other, AgentNode):
-            return UNKNOWN
-        return other.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant)))
+        declared = _declared(other)
+        return declared.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant))) if declared else UNKNOWN
 
     for ahead in next_tasks(moment.task, outcome, sibling):
         if not options_of(ahead.spec).off and (call := _first_call(moment, ahead)):
@@ -120,8 +120,9 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
 def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
     """What the node returns for a made-up answer, or the next call it makes; `UNKNOWN` if that cannot be told."""
     answer = moment.probes.of(moment.record.key, variant)
-    if isinstance(node, AgentNode):
-        return node.update(AIMessage(answer))
+    declared = _declared(node)
+    if declared and (update := declared.update(AIMessage(answer))) is not UNKNOWN:
+        return update
     if not options_of(spec_of(moment.task)).dry_run:
         return UNKNOWN
     key, answers = moment.record.key, moment.book.answers()
@@ -136,14 +137,19 @@ def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
 
 def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
     key = CallKey(ahead.site, 0, ahead.push)
-    if isinstance(ahead.node, AgentNode):
-        declared = (ahead.node.model, ahead.node.messages(ahead.input), NO_MORE)
-        return _recorded(moment, declared, key, ahead.step, "declared")
+    declared = _declared(ahead.node)
+    if declared and (messages := declared.messages(ahead.input)) is not None:
+        return _recorded(moment, (declared.model, messages, NO_MORE), key, ahead.step, "declared")
     if not options_of(ahead.spec).dry_run:
         return None
     state = ahead.input if isinstance(ahead.input, Mapping) else {}
     _, rehearsal = rehearse(ahead.node, ahead.input, rehearsal_config(moment.task, state))
     return _recorded(moment, rehearsal.recorded, key, ahead.step, "dry run")
+
+
+def _declared(node: Runnable[Any, Any]) -> Declared | None:
+    """What a node declares of itself; None if it is an ordinary one."""
+    return node if isinstance(node, AgentNode) else model_sequence(node)
 
 
 def _recorded(moment: Moment, recorded: Any, key: CallKey, step: int, source: str) -> _Call | None:
