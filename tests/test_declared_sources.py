@@ -11,8 +11,10 @@ from langchain_core.messages import AnyMessage, HumanMessage
 from langchain_core.output_parsers import CommaSeparatedListOutputParser, JsonOutputParser, StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
+from langgraph.types import Command, Send
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
@@ -185,3 +187,102 @@ class TestSequences:
     def test_what_runs_the_users_code_before_the_model_is_not_declared(self, model: ChatPingPong, make: Any) -> None:
         node: Runnable[Any, Any] = make(model)
         assert model_sequence(node) is None
+
+
+def speaker(model: ChatPingPong, role: str, reads: str, writes: str) -> Any:
+    return agent_node(model, prompt=prompt(role, reads), writes=writes)
+
+
+def inner(model: ChatPingPong, **compiling: Any) -> Any:
+    """critic -> clerk."""
+    builder = StateGraph(State).add_node("critic", speaker(model, "critic", "plan", "notes"))
+    builder.add_node("clerk", speaker(model, "clerk", "notes", "report"))
+    return builder.add_edge(START, "critic").add_edge("critic", "clerk").compile(**compiling)
+
+
+class TestSubgraphs:
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_stream_from_the_first_run_on(self, model: ChatPingPong, depth: int) -> None:
+        def graph(model: ChatPingPong) -> Any:
+            within = inner(model)
+            for number in range(1, depth):
+                within = chain((f"level_{number}", within))
+            return chain(("planner", speaker(model, "planner", "task", "plan")), ("review", within))
+
+        result, seen = run(model, graph(model), given(1))
+        assert {seen[node]["source"] for node in ("critic", "clerk")} == {"declared"}
+        assert all(prefilled(seen[node]) > 0.85 and seen[node]["wasted"] == 0 for node in ("critic", "clerk"))
+        assert result == graph(plain(model)).invoke(given(1))
+
+    def test_of_another_state_are_given_what_the_schemas_share(self, model: ChatPingPong) -> None:
+        class Memo(TypedDict, total=False):
+            plan: str
+            drafts: Annotated[list[str], operator.add]
+
+        reader = ChatPromptTemplate.from_messages([("human", f"{RULES} {{plan}} {{drafts}}")])
+        memo = chain(("reader", agent_node(model, prompt=reader, writes="plan")), schema=Memo)
+        graph = chain(("planner", speaker(model, "planner", "task", "plan")), ("memo", memo))
+        _, seen = run(model, graph, given(1))
+        assert (seen["reader"]["source"], seen["reader"]["wasted"]) == ("declared", 0)
+        assert prefilled(seen["reader"]) > 0.8
+
+    def test_by_send_get_its_argument(self, model: ChatPingPong) -> None:
+        def writes(answer: Any) -> Any:
+            return Command(update={"notes": answer.text}, goto=Send("review", {"plan": f"Part one of {answer.text}"}))
+
+        builder = StateGraph(State).add_node("review", inner(model))
+        builder.add_node("planner", agent_node(model, prompt=prompt("planner", "task"), writes=writes))
+        _, seen = run(model, builder.add_edge(START, "planner").compile(), given(1))
+        assert (seen["critic"]["source"], seen["critic"]["wasted"]) == ("declared", 0)
+        assert prefilled(seen["critic"]) > 0.85
+
+    def test_that_keep_their_state_are_not_entered(self, model: ChatPingPong) -> None:
+        nodes = ("planner", speaker(model, "planner", "task", "plan")), ("review", inner(model, checkpointer=True))
+        builder = StateGraph(State).add_sequence(nodes).add_edge(START, "planner")
+        _, seen = run(model, builder.compile(InMemorySaver()), given(1), {"configurable": {"thread_id": "1"}})
+        assert (seen["critic"]["source"], seen["clerk"]["source"]) == (None, "declared")
+
+    def test_with_a_checkpointer_above_are_entered(self, model: ChatPingPong) -> None:
+        nodes = ("planner", speaker(model, "planner", "task", "plan")), ("review", inner(model))
+        builder = StateGraph(State).add_sequence(nodes).add_edge(START, "planner")
+        saver, plain_saver = InMemorySaver(), InMemorySaver()
+        config: Any = {"configurable": {"thread_id": "1"}}
+        _, seen = run(model, builder.compile(saver), given(1), config)
+        assert prefilled(seen["critic"]) > 0.85
+        nodes = ("planner", speaker(plain(model), "planner", "task", "plan")), ("review", inner(plain(model)))
+        off = StateGraph(State).add_sequence(nodes).add_edge(START, "planner").compile(plain_saver)
+        off.invoke(given(1), config)
+        assert len(list(saver.list(None))) == len(list(plain_saver.list(None)))
+
+    def test_are_not_entered_beyond_a_breakpoint(self, model: ChatPingPong) -> None:
+        nodes = (
+            ("planner", speaker(model, "planner", "task", "plan")),
+            ("review", inner(model, interrupt_before=["critic"])),
+        )
+        graph = StateGraph(State).add_sequence(nodes).add_edge(START, "planner").compile(InMemorySaver())
+        config: Any = {"configurable": {"thread_id": "1"}}
+        events: list[Any] = []
+        with model.trace.subscribed(events.append):
+            graph.invoke(given(1), config)
+            assert [event for event in events if event.name == "append.started"] == []
+            assert graph.invoke(None, config)["report"]
+
+    def test_options_of_the_node_hold_for_what_lies_within(self, model: ChatPingPong) -> None:
+        def ordinary(state: State) -> Any:
+            return {"report": model.invoke(f"{RULES} {state['plan']}").text}
+
+        def graph() -> Any:
+            return chain(
+                ("planner", speaker(model, "planner", "task", "plan")), ("review", chain(("critic", ordinary)))
+            )
+
+        _, dry = run(model, streaming_edges(graph(), dry_run={"review"}), given(1))
+        assert dry["critic"]["source"] == "dry run"
+        assert prefilled(dry["critic"]) > 0.85
+        _, ordinary_run = run(model, graph(), given(1))
+        assert ordinary_run["critic"]["source"] is None
+
+    def test_switched_off_stay_plain(self, model: ChatPingPong) -> None:
+        graph = chain(("planner", speaker(model, "planner", "task", "plan")), ("review", inner(model)))
+        _, seen = run(model, streaming_edges(graph, off={"review"}), given(1))
+        assert seen["critic"]["appends"] == 0

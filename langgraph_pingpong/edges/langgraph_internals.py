@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -46,14 +47,18 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class NextTask:
-    """A task that would run next: its node as it was given to `add_node`, and the input it would get."""
+    """A task that would run next: its node as it was given to `add_node`, and the input and config it would get.
+
+    `specs` are the node's own object in the compiled graph and, before it, those of the subgraphs that were entered.
+    """
 
     site: tuple[str, ...]
     push: int | None
     step: int
-    spec: Any
+    specs: tuple[Any, ...]
     node: Runnable[Any, Any]
     input: Any
+    config: RunnableConfig
 
 
 UNKNOWN = object()
@@ -154,14 +159,67 @@ def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | N
             writes.append(other_writes)
         else:
             return []
+    return _tasks_after(loop, task.site[:-1], (), writes)
+
+
+def entered(task: NextTask) -> Iterator[NextTask]:
+    """The task itself or, if its node is a compiled graph, the first tasks within it, however deep.
+
+    A subgraph that keeps its state from run to run (`checkpointer=True`) is not entered: what it remembers is not known
+    here.
+    """
+    from langgraph.graph.state import CompiledStateGraph
+
+    graph = task.node
+    if not isinstance(graph, CompiledStateGraph):
+        yield task
+        return
+    try:
+        first = [] if graph.checkpointer is True else _first_tasks(task, graph)
+    except Exception:  # the subgraph may refuse its input, as it then will at its turn
+        logger.debug("a subgraph could not be entered", exc_info=True)
+        return
+    for inner in first:
+        yield from entered(inner)
+
+
+def _first_tasks(task: NextTask, graph: Any) -> list[NextTask]:
+    """The tasks of a subgraph's first superstep, when it is given the input of its own task."""
+    from langgraph._internal._config import ensure_config
+    from langgraph.constants import START
+    from langgraph.pregel._algo import PregelTaskWrites, increment
+    from langgraph.pregel._checkpoint import channels_from_checkpoint, empty_checkpoint
+
+    checkpoint, start = empty_checkpoint(), graph.nodes[START]
+    channels, managed = channels_from_checkpoint(graph.channels, checkpoint)
+    config = ensure_config(graph.config, task.config)
+    loop = SimpleNamespace(
+        nodes=graph.nodes,
+        channels=channels,
+        managed=managed,
+        checkpoint=checkpoint,
+        config=config,
+        step=0,
+        stop=config["recursion_limit"],
+        checkpointer_get_next_version=increment,
+        trigger_to_nodes=graph.trigger_to_nodes,
+        interrupt_before=graph.interrupt_before_nodes,
+    )
+    writes = PregelTaskWrites((), START, _writes(start.flat_writers, task.input), start.triggers)
+    return _tasks_after(loop, task.site, task.specs, [writes])
+
+
+def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], writes: list[Any]) -> list[NextTask]:
+    """The tasks that would run after these writes, in the graph that lies `around` them."""
     return [
         NextTask(
-            site=(*task.site[:-1], ahead.name),
+            site=(*around, ahead.name),
             push=_push(ahead.path),
-            step=task.step + 1,
-            spec=loop.nodes[ahead.name],
+            step=loop.step + 1,
+            specs=(*specs, loop.nodes[ahead.name]),
             node=loop.nodes[ahead.name].bound,
             input=ahead.input,
+            config=ahead.config,
         )
         for ahead in _superstep(loop, writes).values()
         if not _breaks(loop.interrupt_before, ahead.name)
@@ -210,16 +268,22 @@ def _superstep(loop: Any, writes: list[Any]) -> Mapping[str, Any]:
 
 
 def _task_writes(running: Any, update: Any) -> Any:
-    """What the task's static edges and state keys would be given."""
+    """What a task would write if its node returned `update`."""
     from langgraph.pregel._algo import PregelTaskWrites
+
+    return PregelTaskWrites(running.path, running.name, _writes(running.writers, update), running.triggers)
+
+
+def _writes(writers: Any, update: Any) -> deque[tuple[str, Any]]:
+    """What static edges and state keys would be given."""
     from langgraph.pregel._write import ChannelWrite
 
     writes: deque[tuple[str, Any]] = deque()
     config: RunnableConfig = {"configurable": {"__pregel_send": writes.extend}}
-    for writer in running.writers:
+    for writer in writers:
         if isinstance(writer, ChannelWrite):
             writer.invoke(update, config)
-    return PregelTaskWrites(running.path, running.name, writes, running.triggers)
+    return writes
 
 
 def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableConfig:
@@ -287,7 +351,7 @@ def usable() -> bool:
 
 
 def _self_test() -> str:
-    """Foresee the second node of a two-node graph from within the first; returns what went wrong, or ''."""
+    """Foresee the second node of a graph, in a subgraph, from within the first; returns what went wrong, or ''."""
     from langgraph.graph import END, START, StateGraph
     from typing_extensions import TypedDict
 
@@ -297,18 +361,20 @@ def _self_test() -> str:
     foreseen: list[NextTask] = []
 
     def first(state: State, config: RunnableConfig) -> dict[str, str]:
-        foreseen.extend(next_tasks(_read_task(config), {"text": "b"}))
+        for task in next_tasks(_read_task(config), {"text": "b"}):
+            foreseen.extend(entered(task))
         return {"text": "b"}
 
+    inner = StateGraph(State).add_node("inner", lambda state: {"text": state["text"] + "c"}).add_edge(START, "inner")
     builder = StateGraph(State)
     builder.add_node("first", first)
-    builder.add_node("second", lambda state: {"text": state["text"] + "c"})
+    builder.add_node("second", inner.compile())
     builder.add_edge(START, "first")
     builder.add_edge("first", "second")
     builder.add_edge("second", END)
     result = builder.compile().invoke({"text": "a"})
     if result != {"text": "bc"}:
         return "a small graph did not run as expected"
-    if [(task.site, task.input) for task in foreseen] != [(("second",), {"text": "b"})]:
+    if [(task.site, task.input) for task in foreseen] != [(("second", "inner"), {"text": "b"})]:
         return f"the next task was read as {foreseen!r}"
     return ""

@@ -19,6 +19,7 @@ from langgraph_pingpong.edges.langgraph_internals import (
     UNKNOWN,
     NextTask,
     RunningTask,
+    entered,
     input_of,
     next_tasks,
     node_of,
@@ -112,9 +113,10 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
         declared = _declared(other)
         return declared.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant))) if declared else UNKNOWN
 
-    for ahead in next_tasks(moment.task, outcome, sibling):
-        if not options_of(ahead.spec).off and (call := _first_call(moment, ahead)):
-            yield call
+    for task in next_tasks(moment.task, outcome, sibling):
+        for ahead in entered(task):
+            if not any(options_of(spec).off for spec in ahead.specs) and (call := _first_call(moment, ahead)):
+                yield call
 
 
 def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
@@ -140,7 +142,7 @@ def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
     declared = _declared(ahead.node)
     if declared and (messages := declared.messages(ahead.input)) is not None:
         return _recorded(moment, (declared.model, messages, NO_MORE), key, ahead.step, "declared")
-    if not options_of(ahead.spec).dry_run:
+    if not any(options_of(spec).dry_run for spec in ahead.specs):
         return None
     state = ahead.input if isinstance(ahead.input, Mapping) else {}
     _, rehearsal = rehearse(ahead.node, ahead.input, rehearsal_config(moment.task, state))
