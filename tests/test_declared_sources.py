@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pytest
-from langchain_core.messages import AnyMessage, HumanMessage
+from langchain.agents import create_agent
+from langchain.agents.middleware import after_model, before_model, wrap_model_call
+from langchain.tools import tool
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import CommaSeparatedListOutputParser, JsonOutputParser, StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import END, START, StateGraph
+from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.types import Command, Send
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
+from langgraph_pingpong.edges import agents
+from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.sequences import model_sequence
+from langgraph_pingpong.engines.fake_engine import pseudo_words
 from tests.growing_prompts import is_probe
 from tests.test_prompt_sources import RULES, given, prefilled, run
 
@@ -286,3 +294,128 @@ class TestSubgraphs:
         graph = chain(("planner", speaker(model, "planner", "task", "plan")), ("review", inner(model)))
         _, seen = run(model, streaming_edges(graph, off={"review"}), given(1))
         assert seen["critic"]["appends"] == 0
+
+
+@tool
+def tide_time(place: str) -> str:
+    """Say when low tide is at a place."""
+    return f"Low tide at {place} is at {len(place)} o'clock."
+
+
+def calls_a_tool_once(prompt: str) -> str:
+    """What the model says: the agent looks up the tide, then answers."""
+    if "You are the agent" in prompt and "<tool_response>" not in prompt:
+        return '<tool_call>\n{"name": "tide_time", "arguments": {"place": "Oslo"}}\n</tool_call>'
+    return pseudo_words(prompt)[:120]
+
+
+def with_agent(model: ChatPingPong, tools: Sequence[Any] = (tide_time,), **settings: Any) -> Any:
+    """asker -> an agent with tools."""
+    asker = ChatPromptTemplate.from_messages(
+        [("system", f"You are the asker. {RULES}"), MessagesPlaceholder("messages")]
+    )
+    node = agent_node(model, prompt=asker, writes=lambda answer: {"messages": [HumanMessage(answer.text)]})
+    agent = create_agent(model, list(tools), system_prompt=f"You are the agent. {RULES}", **settings)
+    return chain(("asker", node), ("agent", agent), schema=MessagesState)
+
+
+def parts(graph: Any, given: Any) -> list[Any]:
+    """What a run streams, without the ids that differ from run to run."""
+    found = []
+    for namespace, mode, part in graph.stream(given, stream_mode=["values", "updates"], subgraphs=True):
+        held = [each.get("messages", []) for each in (part, *part.values()) if isinstance(each, dict)]
+        messages = [message for each in held for message in each]
+        found.append(([name.partition(":")[0] for name in namespace], mode, [(m.type, m.text) for m in messages]))
+    return found
+
+
+@wrap_model_call
+def wrapping(request: Any, handler: Any) -> Any:
+    """Change the prompt, as middleware may."""
+    return handler(request.override(system_message=SystemMessage(f"You are the agent, wrapped. {RULES}")))
+
+
+@before_model
+def before(state: Any, runtime: Any) -> Any:
+    """Do nothing."""
+
+
+@after_model
+def after(state: Any, runtime: Any) -> Any:
+    """Do nothing."""
+
+
+class TestAgents:
+    ASKED: ClassVar[Any] = {"messages": [HumanMessage("When is low tide in Oslo?", id="1")]}
+
+    @pytest.mark.parametrize("tools", [(), (tide_time,)], ids=["no tools", "a tool"])
+    def test_stream_from_the_first_run_on(self, model: ChatPingPong, tools: Sequence[Any]) -> None:
+        for engine in model._serving().pool.engines:
+            engine.reply = calls_a_tool_once if tools else pseudo_words  # type: ignore[attr-defined]
+        certificates: list[Any] = []
+        with model.trace.subscribed(
+            lambda e: certificates.append(e.data["certificate"]) if e.name == "finish" else None
+        ):
+            result, _ = run(model, with_agent(model, tools), self.ASKED)
+        first = certificates[1]
+        assert (first["node"], first["source"], first["upstream"]) == ("model", "declared", "asker")
+        assert prefilled(first) > 0.85
+        assert first["wasted"] == 0
+        assert len(certificates) == 2 + len(tools)
+        expected = with_agent(plain(model), tools).invoke(self.ASKED)
+        assert [m.text for m in result["messages"]] == [m.text for m in expected["messages"]]
+        assert parts(with_agent(model, tools), self.ASKED) == parts(with_agent(plain(model), tools), self.ASKED)
+
+    def test_async_runs(self, model: ChatPingPong) -> None:
+        class Once:
+            def invoke(self, given: Any, config: Any) -> Any:
+                return asyncio.run(with_agent(model).ainvoke(given, config))
+
+        _, seen = run(model, Once(), self.ASKED)
+        assert seen["model"]["source"] == "declared"
+        assert prefilled(seen["model"]) > 0.85
+
+    @pytest.mark.parametrize(("middleware", "source"), [(wrapping, None), (before, None), (after, "declared")])
+    def test_with_middleware(self, model: ChatPingPong, middleware: Any, source: str | None) -> None:
+        """Declared only if nothing of the user's can change the prompt."""
+        result, seen = run(model, with_agent(model, middleware=[middleware]), self.ASKED)
+        assert seen["model"]["source"] == source
+        assert seen["model"]["wasted"] == 0
+        expected = with_agent(plain(model), middleware=[middleware]).invoke(self.ASKED)
+        assert [m.text for m in result["messages"]] == [m.text for m in expected["messages"]]
+
+    def test_of_a_model_that_is_served_elsewhere_are_left_alone(self, model: ChatPingPong) -> None:
+        bound: list[Any] = []
+
+        class Foreign(FakeListChatModel):
+            def bind_tools(self, *args: Any, **kwargs: Any) -> Any:
+                bound.append(args)
+                return self
+
+        foreign = create_agent(Foreign(responses=["Low tide is at four."]), [tide_time])
+        asker = agent_node(model, prompt=prompt("asker", "messages"), writes=lambda answer: {"messages": [answer]})
+        chain(("asker", asker), ("agent", foreign), schema=MessagesState).invoke(self.ASKED)
+        assert len(bound) == 1
+
+    def test_langchain_has_its_model_node_where_it_is_looked_for(self, model: ChatPingPong) -> None:
+        """If this fails, LangChain has moved: bring `edges/agents.py` up to its source."""
+        agent = create_agent(model, [tide_time], system_prompt="You are the agent.")
+        assert model_of_agent(agent.nodes["model"].bound) is model
+        assert model_of_agent(agent.nodes["tools"].bound) is None
+        wrapped = create_agent(model, [tide_time], middleware=[wrapping])
+        assert model_of_agent(wrapped.nodes["model"].bound) is None
+
+    @pytest.mark.parametrize("moved", ["FACTORY", "qualname", "handler"])
+    def test_what_langchain_moved_is_an_ordinary_node(
+        self, model: ChatPingPong, moved: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if moved == "FACTORY":
+            monkeypatch.setattr(agents, "FACTORY", "langchain.elsewhere")
+        else:
+            elsewhere = {
+                kind: ("else", names[1]) if moved == "qualname" else (names[0], "else")
+                for kind, names in agents.NODES.items()
+            }
+            monkeypatch.setattr(agents, "NODES", elsewhere)
+        _, seen = run(model, with_agent(model), self.ASKED)
+        assert seen["model"]["source"] is None

@@ -13,6 +13,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import Runnable
 
+from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.book import CallRecord, RunBook, sources_of
 from langgraph_pingpong.edges.declared import AgentNode, Declared
 from langgraph_pingpong.edges.langgraph_internals import (
@@ -142,11 +143,20 @@ def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
     declared = _declared(ahead.node)
     if declared and (messages := declared.messages(ahead.input)) is not None:
         return _recorded(moment, (declared.model, messages, NO_MORE), key, ahead.step, "declared")
-    if not any(options_of(spec).dry_run for spec in ahead.specs):
+    source = _may_rehearse(moment, ahead)
+    if source is None:
         return None
     state = ahead.input if isinstance(ahead.input, Mapping) else {}
     _, rehearsal = rehearse(ahead.node, ahead.input, rehearsal_config(moment.task, state))
-    return _recorded(moment, rehearsal.recorded, key, ahead.step, "dry run")
+    return _recorded(moment, rehearsal.recorded, key, ahead.step, source)
+
+
+def _may_rehearse(moment: Moment, ahead: NextTask) -> str | None:
+    """The source under which a node may be run ahead of time: LangChain's own code always may; None if it may not."""
+    model = model_of_agent(ahead.node)
+    if model is not None and moment.renderer_of(model, NO_MORE):
+        return "declared"
+    return "dry run" if any(options_of(spec).dry_run for spec in ahead.specs) else None
 
 
 def _declared(node: Runnable[Any, Any]) -> Declared | None:
