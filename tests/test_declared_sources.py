@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import langgraph.types
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import after_model, before_model, wrap_model_call
@@ -20,13 +22,17 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.types import Command, Send
+from langgraph.types import Send as Other
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
 from langgraph_pingpong.edges import agents
 from langgraph_pingpong.edges.agents import model_of_agent
+from langgraph_pingpong.edges.branches import may_send
 from langgraph_pingpong.edges.sequences import model_sequence
 from langgraph_pingpong.engines.fake_engine import pseudo_words
+from langgraph_pingpong.planning import MAX_TARGETS
+from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
 from tests.test_prompt_sources import RULES, given, prefilled, run
 
@@ -275,7 +281,7 @@ class TestSubgraphs:
             assert [event for event in events if event.name == "append.started"] == []
             assert graph.invoke(None, config)["report"]
 
-    def test_options_of_the_node_hold_for_what_lies_within(self, model: ChatPingPong) -> None:
+    def test_options_of_the_node_hold_for_the_first_calls_within(self, model: ChatPingPong) -> None:
         def ordinary(state: State) -> Any:
             return {"report": model.invoke(f"{RULES} {state['plan']}").text}
 
@@ -419,3 +425,201 @@ class TestAgents:
             monkeypatch.setattr(agents, "NODES", elsewhere)
         _, seen = run(model, with_agent(model), self.ASKED)
         assert seen["model"]["source"] is None
+
+
+def branching(model: ChatPingPong, route: Any, ends: Any = None, *names: str) -> Any:
+    """planner -> one of several, by `route` -> editor."""
+    names = names or ("poet", "lawyer")
+    builder = StateGraph(State).add_node("planner", speaker(model, "planner", "task", "plan"))
+    builder.add_edge(START, "planner").add_conditional_edges("planner", route, ends)
+    for name in names:
+        builder.add_node(name, speaker(model, name, "plan", "notes")).add_edge(name, "editor")
+    return builder.add_node("editor", speaker(model, "editor", "notes", "report")).compile()
+
+
+def by_task(state: State) -> str:
+    return state["task"].split()[-1]
+
+
+def to_either(state: State) -> Literal["poet", "lawyer"]:
+    return by_task(state)  # type: ignore[return-value]
+
+
+def asking(role: str) -> State:
+    return {"task": f"Describe tide pools. Ask for the {role}"}
+
+
+def watched(model: ChatPingPong, graph: Any, given: Any) -> tuple[Any, dict[str, dict[str, Any]], list[Any]]:
+    """A cold run with its events; waits for the edges that nobody claims."""
+    events: list[Any] = []
+    with model.trace.subscribed(events.append):
+        result, seen = run(model, graph, given)
+        opened = {event.node for event in events if event.name == "append.started"}
+        wait_until(lambda: opened <= seen.keys() | set(wasted_by(events)), 5, "end of every edge")
+    return result, seen, events
+
+
+def wasted_by(events: list[Any]) -> dict[str, int]:
+    return {event.node: event.data["wasted"] for event in events if event.name == "edge.dropped"}
+
+
+class TestConditionalEdges:
+    @pytest.mark.parametrize(
+        ("route", "ends"),
+        [(by_task, ["poet", "lawyer"]), (by_task, {"poet": "poet", "lawyer": "lawyer", "no": END}), (to_either, None)],
+        ids=["a list", "a map", "a return type"],
+    )
+    def test_every_end_is_prefilled_up_to_the_answer(self, model: ChatPingPong, route: Any, ends: Any) -> None:
+        result, seen, events = watched(model, branching(model, route, ends), asking("poet"))
+        assert (seen["poet"]["source"], seen["poet"]["streamed"], seen["poet"]["wasted"]) == ("declared", 0, 0)
+        assert seen["poet"]["static"] > len(RULES)
+        assert len(RULES) < wasted_by(events)["lawyer"] <= seen["poet"]["static"] + 32
+        assert seen["editor"]["source"] == "declared"
+        assert result == branching(plain(model), route, ends).invoke(asking("poet"))
+
+    def test_the_routing_function_runs_once(self, model: ChatPingPong) -> None:
+        calls: list[str] = []
+
+        def route(state: State) -> Literal["poet", "lawyer"]:
+            calls.append(state["plan"])
+            return "lawyer"
+
+        _, seen = run(model, branching(model, route), given(1))
+        assert seen["lawyer"]["source"] == "declared"
+        assert len(calls) == 1
+
+    def test_a_single_end_is_certain(self, model: ChatPingPong) -> None:
+        _, seen, events = watched(model, branching(model, lambda state: "on", {"on": "poet"}), given(1))
+        assert (seen["poet"]["source"], seen["poet"]["wasted"], wasted_by(events)) == ("declared", 0, {})
+        assert prefilled(seen["poet"]) > 0.85
+
+    def test_an_end_beside_the_end_of_the_graph_is_uncertain(self, model: ChatPingPong) -> None:
+        graph = branching(model, lambda state: END if "stop" in state["task"] else "poet", ["poet", END])
+        _, seen, _ = watched(model, graph, given(1))
+        assert (seen["poet"]["source"], seen["poet"]["streamed"]) == ("declared", 0)
+        assert seen["poet"]["static"] > len(RULES)
+        _, _, events = watched(model, graph, {"task": "Now stop."})
+        assert wasted_by(events)["poet"] > 0
+
+    def test_a_certain_edge_beside_it_streams(self, model: ChatPingPong) -> None:
+        builder = StateGraph(State).add_node("planner", speaker(model, "planner", "task", "plan"))
+        builder.add_edge(START, "planner").add_edge("planner", "clerk")
+        builder.add_conditional_edges("planner", lambda state: "poet", ["poet", END])
+        builder.add_node("clerk", speaker(model, "clerk", "plan", "notes"))
+        builder.add_node("poet", speaker(model, "poet", "plan", "report"))
+        _, seen, _ = watched(model, builder.compile(), given(1))
+        assert {seen[node]["source"] for node in ("clerk", "poet")} == {"declared"}
+        assert prefilled(seen["clerk"]) > 0.85
+        assert (seen["poet"]["streamed"], seen["poet"]["wasted"]) == (0, 0)
+
+    def test_what_earlier_runs_took_decides(self, model: ChatPingPong) -> None:
+        """It streams from the second run on; from the third on it is alone; when they differ, nothing is certain."""
+        graph = branching(model, by_task, ["poet", "lawyer"])
+        runs = [watched(model, graph, asking("poet")) for _ in range(3)]
+        assert [prefilled(seen["poet"]) > 0.85 for _, seen, _ in runs] == [False, True, True]
+        assert [set(wasted_by(events)) for *_, events in runs] == [{"lawyer"}, {"lawyer"}, set()]
+        run(model, graph, asking("lawyer"))
+        _, seen, events = watched(model, graph, asking("lawyer"))
+        assert (seen["lawyer"]["source"], seen["lawyer"]["streamed"]) == ("declared", 0)
+        assert wasted_by(events)["poet"] > len(RULES)
+
+    @pytest.mark.parametrize("ends", ["unknown", "sends"])
+    def test_what_does_not_declare_its_ends_is_left_alone(self, model: ChatPingPong, ends: str) -> None:
+        def sends(state: State) -> Any:
+            return [Send("poet", {"plan": state["plan"]})]
+
+        graph = branching(model, sends, ["poet"]) if ends == "sends" else branching(model, by_task)
+        _, first, events = watched(model, graph, asking("poet"))
+        assert (first["poet"]["source"], wasted_by(events)) == (None, {})
+        _, second = run(model, graph, asking("poet"))
+        assert second["poet"]["source"] == "learned"
+
+    def test_an_end_that_only_its_own_branch_makes_possible_is_skipped(self, model: ChatPingPong) -> None:
+        builder = StateGraph(State).add_node("planner", speaker(model, "planner", "task", "plan"))
+        builder.add_edge(START, "planner").add_conditional_edges("planner", by_task, ["poet", "lawyer"])
+        builder.add_node("poet", speaker(model, "poet", "plan", "notes"))
+        builder.add_node("lawyer", agent_node(model, prompt=lambda state: state["notes"], writes="report"))
+        _, seen, events = watched(model, builder.compile(), asking("poet"))
+        assert (seen["poet"]["source"], wasted_by(events)) == ("declared", {})
+        assert seen["poet"]["static"] > len(RULES)
+        assert [event.name for event in events if event.name.endswith("failed")] == []
+
+    def test_subgraphs_and_agents_behind_it_are_entered(self, model: ChatPingPong) -> None:
+        agent = create_agent(model, [tide_time], system_prompt=f"You are the agent. {RULES}")
+        asker = ChatPromptTemplate.from_messages(
+            [("system", f"You are asked. {RULES}"), MessagesPlaceholder("messages")]
+        )
+        talker = agent_node(model, prompt=asker, writes=lambda answer: {"messages": [answer]})
+        builder = StateGraph(MessagesState).add_node("asker", talker).add_node("agent", agent)
+        builder.add_node("review", chain(("critic", talker), schema=MessagesState))
+        builder.add_edge(START, "asker").add_conditional_edges("asker", lambda s: "agent", ["agent", "review"])
+        agent.invoke({"messages": ["Hello."]})  # vLLM's parsers are imported now, which would keep the run that does it
+        _, seen, events = watched(model, builder.compile(), {"messages": [HumanMessage("Hello.", id="1")]})
+        assert (seen["model"]["source"], seen["model"]["streamed"], seen["model"]["wasted"]) == ("declared", 0, 0)
+        assert seen["model"]["static"] > len(RULES)
+        assert wasted_by(events)["critic"] > len(RULES)
+
+    def test_at_the_start_of_a_subgraph(self, model: ChatPingPong) -> None:
+        within = StateGraph(State).add_conditional_edges(START, by_task, ["poet", "lawyer"])
+        for name in ("poet", "lawyer"):
+            within.add_node(name, speaker(model, name, "plan", "report"))
+        graph = chain(("planner", speaker(model, "planner", "task", "plan")), ("within", within.compile()))
+        _, seen, events = watched(model, graph, asking("lawyer"))
+        assert (seen["lawyer"]["source"], seen["lawyer"]["streamed"], seen["lawyer"]["wasted"]) == ("declared", 0, 0)
+        assert seen["lawyer"]["static"] > len(RULES)
+        assert wasted_by(events)["poet"] > len(RULES)
+
+    def test_dry_runs_see_them_too(self, model: ChatPingPong) -> None:
+        def node(role: str, reads: str, writes: str) -> Any:
+            return lambda state: {writes: model.invoke(f"You are the {role}. {RULES} {state[reads]}").text}
+
+        builder = StateGraph(State).add_node("planner", node("planner", "task", "plan")).add_edge(START, "planner")
+        builder.add_conditional_edges("planner", by_task, ["poet", "lawyer"])
+        for name in ("poet", "lawyer"):
+            builder.add_node(name, node(name, "plan", "report"))
+        _, seen, events = watched(model, streaming_edges(builder.compile(), dry_run=True), asking("poet"))
+        assert (seen["poet"]["source"], seen["poet"]["streamed"]) == ("dry run", 0)
+        assert seen["poet"]["static"] > len(RULES)
+        assert wasted_by(events)["lawyer"] > len(RULES)
+
+    def test_no_more_than_a_few_are_prefilled(self, model: ChatPingPong) -> None:
+        names = [f"expert_{number}" for number in range(MAX_TARGETS + 4)]
+        graph = branching(model, lambda state: names[0], names, *names)
+        _, _, events = watched(model, graph, given(1))
+        experts = {event.node for event in events if event.name == "append.started"} - {"editor"}
+        assert len(experts) == MAX_TARGETS
+
+
+class TestMaySend:
+    @pytest.mark.parametrize(
+        ("route", "may"),
+        [
+            (by_task, False),
+            (to_either, False),
+            (lambda state: [Send("poet", state) for _ in range(2)], True),
+            (lambda state: [langgraph.types.Send("poet", state)], True),
+            (lambda state: [Other("poet", state)], True),
+            (operator.itemgetter("task"), True),  # cannot be read
+        ],
+    )
+    def test_is_read_from_the_function(self, route: Any, may: bool) -> None:
+        assert may_send(RunnableLambda(route)) == may
+
+    def test_is_read_through_decorators(self) -> None:
+        def route(state: State) -> Any:
+            return [Send("poet", state)]
+
+        @functools.wraps(route)
+        def noted(state: State) -> Any:
+            return route(state)
+
+        assert may_send(RunnableLambda(noted))
+
+    def test_is_read_from_its_return_type(self) -> None:
+        def route(state: State) -> list[Send]:
+            return elsewhere(state)
+
+        def elsewhere(state: State) -> list[Send]:
+            return []
+
+        assert may_send(RunnableLambda(route))

@@ -14,12 +14,15 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
+
+from langgraph_pingpong.edges.branches import may_send
+from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class NextTask:
     """A task that would run next: its node as it was given to `add_node`, and the input and config it would get.
 
     `specs` are the node's own object in the compiled graph and, before it, those of the subgraphs that were entered.
+    It is not `certain` if it lies behind a conditional edge that may lead elsewhere.
     """
 
     site: tuple[str, ...]
@@ -59,10 +63,14 @@ class NextTask:
     node: Runnable[Any, Any]
     input: Any
     config: RunnableConfig
+    certain: bool
 
 
 UNKNOWN = object()
 """An update that cannot be told."""
+
+_Writes = tuple[Any, Any]
+"""What a task writes for certain, and that together with what its conditional edges might add."""
 
 SiblingUpdate = Callable[[tuple[str, ...], int | None, Runnable[Any, Any]], Any]
 """What another running task (its site, push and node) would return, or `UNKNOWN`."""
@@ -145,10 +153,10 @@ def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
 def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:
     """The tasks that would run if the node returned `update` now.
 
-    This is LangGraph's own superstep on copies of its channels. Only static edges and `Command`s are followed: a
-    conditional edge would run the user's function on text that nobody has said. `sibling_update` tells what the other
-    tasks of the superstep that still run would return; if one of them is unknown, nothing is foreseen. Nothing is
-    foreseen beyond a breakpoint.
+    This is LangGraph's own superstep on copies of its channels. Static edges and `Command`s are followed. A conditional
+    edge would run the user's function on text that nobody has said: all that it declares as its ends may be next.
+    `sibling_update` tells what the other tasks of the superstep that still run would return; if one of them is unknown,
+    nothing is foreseen. Nothing is foreseen beyond a breakpoint.
     """
     loop = task.loop
     if _breaks(loop.interrupt_after, task.site[-1]):
@@ -180,14 +188,14 @@ def entered(task: NextTask) -> Iterator[NextTask]:
         logger.debug("a subgraph could not be entered", exc_info=True)
         return
     for inner in first:
-        yield from entered(inner)
+        yield from entered(replace(inner, certain=inner.certain and task.certain))
 
 
 def _first_tasks(task: NextTask, graph: Any) -> list[NextTask]:
     """The tasks of a subgraph's first superstep, when it is given the input of its own task."""
     from langgraph._internal._config import ensure_config
     from langgraph.constants import START
-    from langgraph.pregel._algo import PregelTaskWrites, increment
+    from langgraph.pregel._algo import increment
     from langgraph.pregel._checkpoint import channels_from_checkpoint, empty_checkpoint
 
     checkpoint, start = empty_checkpoint(), graph.nodes[START]
@@ -205,12 +213,14 @@ def _first_tasks(task: NextTask, graph: Any) -> list[NextTask]:
         trigger_to_nodes=graph.trigger_to_nodes,
         interrupt_before=graph.interrupt_before_nodes,
     )
-    writes = PregelTaskWrites((), START, _writes(start.flat_writers, task.input), start.triggers)
-    return _tasks_after(loop, task.site, task.specs, [writes])
+    begin = SimpleNamespace(path=(), name=START, writers=start.flat_writers, triggers=start.triggers)
+    return _tasks_after(loop, task.site, task.specs, [_task_writes(begin, task.input)])
 
 
-def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], writes: list[Any]) -> list[NextTask]:
-    """The tasks that would run after these writes, in the graph that lies `around` them."""
+def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], writes: list[_Writes]) -> list[NextTask]:
+    """The tasks that would run after these writes, and those that might, in the graph that lies `around` them."""
+    certain = _superstep(loop, [sure for sure, _ in writes])
+    possible = certain if all(sure is might for sure, might in writes) else _superstep(loop, [m for _, m in writes])
     return [
         NextTask(
             site=(*around, ahead.name),
@@ -220,8 +230,9 @@ def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], wri
             node=loop.nodes[ahead.name].bound,
             input=ahead.input,
             config=ahead.config,
+            certain=ahead.id in certain and ahead.id in possible,
         )
-        for ahead in _superstep(loop, writes).values()
+        for ahead in {**certain, **possible}.values()
         if not _breaks(loop.interrupt_before, ahead.name)
     ]
 
@@ -230,11 +241,12 @@ def _siblings(task: RunningTask) -> Iterator[Any]:
     return (other for other in task.loop.tasks.values() if other.id != task.task_id)
 
 
-def _sibling_writes(task: RunningTask, other: Any, sibling_update: SiblingUpdate | None) -> Any:
+def _sibling_writes(task: RunningTask, other: Any, sibling_update: SiblingUpdate | None) -> _Writes | None:
     from langgraph.pregel._algo import PregelTaskWrites
 
     if other.writes:
-        return PregelTaskWrites(other.path, other.name, deque(other.writes), other.triggers)
+        written = PregelTaskWrites(other.path, other.name, deque(other.writes), other.triggers)
+        return written, written
     if sibling_update is None:
         return None
     site = (*task.site[:-1], other.name)
@@ -267,23 +279,34 @@ def _superstep(loop: Any, writes: list[Any]) -> Mapping[str, Any]:
     )
 
 
-def _task_writes(running: Any, update: Any) -> Any:
-    """What a task would write if its node returned `update`."""
+def _task_writes(running: Any, update: Any) -> _Writes:
+    """What a task writes if its node returns `update`."""
+    from langgraph.constants import END
     from langgraph.pregel._algo import PregelTaskWrites
-
-    return PregelTaskWrites(running.path, running.name, _writes(running.writers, update), running.triggers)
-
-
-def _writes(writers: Any, update: Any) -> deque[tuple[str, Any]]:
-    """What static edges and state keys would be given."""
     from langgraph.pregel._write import ChannelWrite
 
-    writes: deque[tuple[str, Any]] = deque()
-    config: RunnableConfig = {"configurable": {"__pregel_send": writes.extend}}
-    for writer in writers:
+    certain: deque[tuple[str, Any]] = deque()
+    possible: deque[tuple[str, Any]] = deque()
+    config: RunnableConfig = {"configurable": {"__pregel_send": certain.extend}}
+    for writer in running.writers:
         if isinstance(writer, ChannelWrite):
             writer.invoke(update, config)
-    return writes
+        else:
+            ends = _ends(writer)
+            (certain if len(ends) == 1 else possible).extend((end, None) for end in ends if end != END)
+    sure = PregelTaskWrites(running.path, running.name, certain, running.triggers)
+    return sure, sure._replace(writes=certain + possible) if possible else sure
+
+
+def _ends(writer: Any) -> set[str]:
+    """The channels of a conditional edge's ends; none if it does not declare them, or may send inputs of its own."""
+    from langgraph.graph._branch import BranchSpec
+    from langgraph.pregel._write import ChannelWrite
+
+    branch = getattr(getattr(writer, "func", None), "__self__", None)
+    if not isinstance(branch, BranchSpec) or may_send(branch.path):
+        return set()
+    return {channel for channel, *_ in ChannelWrite.get_static_writes(writer) or ()}
 
 
 def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableConfig:
@@ -308,19 +331,6 @@ def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableCon
             "__pregel_runtime": quiet,
         },
     }
-
-
-class ReadOnlyStore:
-    """A store that can be read and silently keeps nothing."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        """Reading methods are the store's own; any other is refused."""
-        if name in ("get", "search", "list_namespaces", "aget", "asearch", "alist_namespaces"):
-            return getattr(self._store, name)
-        raise RuntimeError(f"a rehearsal cannot call {name}() of the store")
 
 
 def _copy_channels(channels: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,10 +381,11 @@ def _self_test() -> str:
     builder.add_node("second", inner.compile())
     builder.add_edge(START, "first")
     builder.add_edge("first", "second")
-    builder.add_edge("second", END)
+    builder.add_conditional_edges("first", lambda state: END, ["first", END])
     result = builder.compile().invoke({"text": "a"})
     if result != {"text": "bc"}:
         return "a small graph did not run as expected"
-    if [(task.site, task.input) for task in foreseen] != [(("second", "inner"), {"text": "b"})]:
+    next_one, again = (("second", "inner"), {"text": "b"}, True), (("first",), {"text": "b"}, False)
+    if [(task.site, task.input, task.certain) for task in foreseen] != [next_one, again]:
         return f"the next task was read as {foreseen!r}"
     return ""

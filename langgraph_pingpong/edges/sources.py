@@ -5,8 +5,8 @@ Asked in the order of trust: declared, dry run, learned. For a call that several
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from langgraph_pingpong.edges.langgraph_internals import (
     spec_of,
     state_of,
 )
-from langgraph_pingpong.edges.learned import LearnedEdges
+from langgraph_pingpong.edges.learned import Follower, LearnedEdges
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
 from langgraph_pingpong.edges.sequences import model_sequence
@@ -44,12 +44,16 @@ RendererOf = Callable[[Any, Mapping[str, Any]], RenderMessages | None]
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A call that is expected next, and the segments of its prompt. `source` tells who foresaw it."""
+    """A call that is expected next, and the segments of its prompt. `source` tells who foresaw it.
+
+    Of one that is not `certain`, since a conditional edge may lead elsewhere, they end where the first answer begins.
+    """
 
     key: CallKey
     step: int | None
     source: str
     segments: Sequence[Segment]
+    certain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +73,26 @@ class Moment:
 
 
 def foresee(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> list[Ahead]:
-    """The calls expected after the one of `moment`; each once, from the source that is trusted most."""
+    """The calls expected after the one of `moment`, certain ones first; each from the source that is trusted most."""
+    certain, followers = learned.expected(spec_of(moment.task), tenant, moment.record)
     found: dict[CallKey, Ahead] = {}
-    for ahead in (*_rehearsed(moment), *_learned(moment, learned, tenant)):
+    decided = _decided(_rehearsed(moment), followers if certain else {})
+    for ahead in (*decided, *_learned(moment, certain, followers)):
         found.setdefault(ahead.key, ahead)
-    return list(found.values())
+    return sorted(found.values(), key=lambda ahead: not ahead.certain)
+
+
+def _decided(foreseen: Iterable[Ahead], usual: Mapping[CallKey, Follower]) -> Iterator[Ahead]:
+    """Ends of conditional edges in the light of earlier runs: if all of these took the same, it is taken for certain.
+
+    Once they did so twice, the others are left out.
+    """
+    settled = bool(usual) and all(len(follower.templates) > 1 for follower in usual.values())
+    for ahead in foreseen:
+        if ahead.certain or ahead.key in usual:
+            yield replace(ahead, certain=True)
+        elif not settled:
+            yield replace(ahead, segments=known_beginning(ahead.segments))
 
 
 # -- declared and dry run ------------------------------------------------------------------------------------
@@ -87,6 +106,7 @@ class _Call:
     step: int
     source: str
     text: str
+    certain: bool = True
 
 
 def _rehearsed(moment: Moment) -> Iterator[Ahead]:
@@ -96,7 +116,7 @@ def _rehearsed(moment: Moment) -> Iterator[Ahead]:
     for call in first:
         if other := seen.get(call.key):
             segments = prompt_segments((call.text, other.text), moment.probes)
-            yield Ahead(call.key, call.step, call.source, segments)
+            yield Ahead(call.key, call.step, call.source, segments, call.certain)
 
 
 def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
@@ -116,7 +136,7 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
 
     for task in next_tasks(moment.task, outcome, sibling):
         for ahead in entered(task):
-            if not any(options_of(spec).off for spec in ahead.specs) and (call := _first_call(moment, ahead)):
+            if not any(options_of(spec).off for spec in ahead.specs) and (call := _told_call(moment, ahead)):
                 yield call
 
 
@@ -136,6 +156,17 @@ def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
         return result
     following = CallKey(key.site, key.number + 1, key.push)
     return _recorded(moment, rehearsal.recorded, following, moment.task.step, "dry run") or UNKNOWN
+
+
+def _told_call(moment: Moment, ahead: NextTask) -> _Call | None:
+    """The first call of a task; none if a node that may not be next needs what only its own branch provides."""
+    try:
+        call = _first_call(moment, ahead)
+    except Exception:
+        if ahead.certain:
+            raise
+        return None
+    return call and replace(call, certain=ahead.certain)
 
 
 def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
@@ -175,16 +206,15 @@ def _recorded(moment: Moment, recorded: Any, key: CallKey, step: int, source: st
 # -- learned -------------------------------------------------------------------------------------------------
 
 
-def _learned(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> Iterator[Ahead]:
+def _learned(moment: Moment, certain: bool, followers: Mapping[CallKey, Follower]) -> Iterator[Ahead]:
     """Calls that followed this one in earlier runs; of uncertain ones only what is known already."""
-    certain, followers = learned.expected(spec_of(moment.task), tenant, moment.record)
     for key, follower in followers.items():
         if follower.spec and options_of(follower.spec()).off:
             continue
         rows = [_segments(moment, template, follower.render) for template in follower.templates if follower.render]
         segments = agreed(rows) if rows else []
         step = None if follower.steps is None else moment.record.step + follower.steps
-        yield Ahead(key, step, "learned", segments if certain else known_beginning(segments))
+        yield Ahead(key, step, "learned", segments if certain else known_beginning(segments), certain)
 
 
 def _missing(probes: Probes, variant: int, path: Hashable) -> str:
