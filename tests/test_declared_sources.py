@@ -46,10 +46,10 @@ class State(TypedDict, total=False):
 
 @pytest.fixture
 def model() -> Iterator[ChatPingPong]:
-    """Two modelled engines whose answers take about 50 ms, so that plans and appends have time to happen."""
+    """Two modelled engines whose answers take about 100 ms, so that plans and appends have time to happen."""
     with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160) as model:
         for engine in model._serving().pool.engines:
-            engine.time_scale = 0.03  # type: ignore[attr-defined]
+            engine.time_scale = 0.06  # type: ignore[attr-defined]
         yield model
 
 
@@ -312,7 +312,7 @@ def calls_a_tool_once(prompt: str) -> str:
     """What the model says: the agent looks up the tide, then answers."""
     if "You are the agent" in prompt and "<tool_response>" not in prompt:
         return '<tool_call>\n{"name": "tide_time", "arguments": {"place": "Oslo"}}\n</tool_call>'
-    return pseudo_words(prompt)[:120]
+    return pseudo_words(prompt)
 
 
 def with_agent(model: ChatPingPong, tools: Sequence[Any] = (tide_time,), **settings: Any) -> Any:
