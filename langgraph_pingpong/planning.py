@@ -107,7 +107,7 @@ class Planner:
         self._learn(record, book, tenant)
         self.learned.began(spec, tenant, record)
         moment = Moment(task, record, book, Probes(), others, partial(_render, template))
-        ahead = [] if not record.alone else foresee(moment, self.learned, tenant)
+        ahead = [] if not record.alone else foresee(moment, self.learned.memory_of(spec), tenant)
         return [_upcoming(one, template) for one in ahead[:MAX_TARGETS] if one.segments]
 
     def _learn(self, record: CallRecord, book: RunBook, tenant: Hashable) -> None:

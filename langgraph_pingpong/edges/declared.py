@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
@@ -18,6 +18,20 @@ Prompt = BasePromptTemplate[Any] | Callable[[Any], LanguageModelInput]
 
 Writes = str | Callable[[AIMessage], Mapping[str, Any]]
 """The state key that gets the answer's text, or a function from the answer to the node's update."""
+
+
+class Declared(Protocol):
+    """What is known of a node that declares its prompt: what it asks the model, and what it makes of the answer."""
+
+    @property
+    def model(self) -> Runnable[LanguageModelInput, AIMessage]:
+        """The chat model it calls once, also with `bind(...)`."""
+
+    def messages(self, state: Any) -> Sequence[BaseMessage] | None:
+        """The prompt for a state; None if that cannot be told."""
+
+    def update(self, answer: AIMessage) -> Any:
+        """What the node returns for an answer; `UNKNOWN` if that cannot be told."""
 
 
 class AgentNode(Runnable[Any, Mapping[str, Any]]):
@@ -35,7 +49,7 @@ class AgentNode(Runnable[Any, Mapping[str, Any]]):
             ConfigError: the state lacks a variable of the prompt template.
         """
         if not isinstance(self._prompt, BasePromptTemplate):
-            return _to_messages(self._prompt(state))
+            return to_messages(self._prompt(state))
         values = state if isinstance(state, Mapping) else vars(state)
         if missing := set(self._prompt.input_variables) - set(values):
             raise ConfigError(f"The state has no {', '.join(sorted(missing))}, which the prompt of the node needs.")
@@ -76,7 +90,8 @@ def agent_node(model: Runnable[LanguageModelInput, AIMessage], *, prompt: Prompt
     return AgentNode(model, prompt, writes)
 
 
-def _to_messages(prompt: LanguageModelInput) -> list[BaseMessage]:
+def to_messages(prompt: LanguageModelInput) -> list[BaseMessage]:
+    """What a chat model makes of its input."""
     if isinstance(prompt, PromptValue):
         return prompt.to_messages()
     return convert_to_messages([prompt] if isinstance(prompt, str) else prompt)

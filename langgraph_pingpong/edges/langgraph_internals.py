@@ -14,11 +14,15 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
+
+from langgraph_pingpong.edges.branches import may_send
+from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +50,27 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class NextTask:
-    """A task that would run next: its node as it was given to `add_node`, and the input it would get."""
+    """A task that would run next: its node as it was given to `add_node`, and the input and config it would get.
+
+    `specs` are the node's own object in the compiled graph and, before it, those of the subgraphs that were entered.
+    It is not `certain` if it lies behind a conditional edge that may lead elsewhere.
+    """
 
     site: tuple[str, ...]
     push: int | None
     step: int
-    spec: Any
+    specs: tuple[Any, ...]
     node: Runnable[Any, Any]
     input: Any
+    config: RunnableConfig
+    certain: bool
 
 
 UNKNOWN = object()
 """An update that cannot be told."""
+
+_Writes = tuple[Any, Any]
+"""What a task writes for certain, and that together with what its conditional edges might add."""
 
 SiblingUpdate = Callable[[tuple[str, ...], int | None, Runnable[Any, Any]], Any]
 """What another running task (its site, push and node) would return, or `UNKNOWN`."""
@@ -140,10 +153,10 @@ def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
 def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:
     """The tasks that would run if the node returned `update` now.
 
-    This is LangGraph's own superstep on copies of its channels. Only static edges and `Command`s are followed: a
-    conditional edge would run the user's function on text that nobody has said. `sibling_update` tells what the other
-    tasks of the superstep that still run would return; if one of them is unknown, nothing is foreseen. Nothing is
-    foreseen beyond a breakpoint.
+    This is LangGraph's own superstep on copies of its channels. Static edges and `Command`s are followed. A conditional
+    edge would run the user's function on text that nobody has said: all that it declares as its ends may be next.
+    `sibling_update` tells what the other tasks of the superstep that still run would return; if one of them is unknown,
+    nothing is foreseen. Nothing is foreseen beyond a breakpoint.
     """
     loop = task.loop
     if _breaks(loop.interrupt_after, task.site[-1]):
@@ -154,16 +167,72 @@ def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | N
             writes.append(other_writes)
         else:
             return []
+    return _tasks_after(loop, task.site[:-1], (), writes)
+
+
+def entered(task: NextTask) -> Iterator[NextTask]:
+    """The task itself or, if its node is a compiled graph, the first tasks within it, however deep.
+
+    A subgraph that keeps its state from run to run (`checkpointer=True`) is not entered: what it remembers is not known
+    here.
+    """
+    from langgraph.graph.state import CompiledStateGraph
+
+    graph = task.node
+    if not isinstance(graph, CompiledStateGraph):
+        yield task
+        return
+    try:
+        first = [] if graph.checkpointer is True else _first_tasks(task, graph)
+    except Exception:  # the subgraph may refuse its input, as it then will at its turn
+        logger.debug("a subgraph could not be entered", exc_info=True)
+        return
+    for inner in first:
+        yield from entered(replace(inner, certain=inner.certain and task.certain))
+
+
+def _first_tasks(task: NextTask, graph: Any) -> list[NextTask]:
+    """The tasks of a subgraph's first superstep, when it is given the input of its own task."""
+    from langgraph._internal._config import ensure_config
+    from langgraph.constants import START
+    from langgraph.pregel._algo import increment
+    from langgraph.pregel._checkpoint import channels_from_checkpoint, empty_checkpoint
+
+    checkpoint, start = empty_checkpoint(), graph.nodes[START]
+    channels, managed = channels_from_checkpoint(graph.channels, checkpoint)
+    config = ensure_config(graph.config, task.config)
+    loop = SimpleNamespace(
+        nodes=graph.nodes,
+        channels=channels,
+        managed=managed,
+        checkpoint=checkpoint,
+        config=config,
+        step=0,
+        stop=config["recursion_limit"],
+        checkpointer_get_next_version=increment,
+        trigger_to_nodes=graph.trigger_to_nodes,
+        interrupt_before=graph.interrupt_before_nodes,
+    )
+    begin = SimpleNamespace(path=(), name=START, writers=start.flat_writers, triggers=start.triggers)
+    return _tasks_after(loop, task.site, task.specs, [_task_writes(begin, task.input)])
+
+
+def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], writes: list[_Writes]) -> list[NextTask]:
+    """The tasks that would run after these writes, and those that might, in the graph that lies `around` them."""
+    certain = _superstep(loop, [sure for sure, _ in writes])
+    possible = certain if all(sure is might for sure, might in writes) else _superstep(loop, [m for _, m in writes])
     return [
         NextTask(
-            site=(*task.site[:-1], ahead.name),
+            site=(*around, ahead.name),
             push=_push(ahead.path),
-            step=task.step + 1,
-            spec=loop.nodes[ahead.name],
+            step=loop.step + 1,
+            specs=(*specs, loop.nodes[ahead.name]),
             node=loop.nodes[ahead.name].bound,
             input=ahead.input,
+            config=ahead.config,
+            certain=ahead.id in certain and ahead.id in possible,
         )
-        for ahead in _superstep(loop, writes).values()
+        for ahead in {**certain, **possible}.values()
         if not _breaks(loop.interrupt_before, ahead.name)
     ]
 
@@ -172,11 +241,12 @@ def _siblings(task: RunningTask) -> Iterator[Any]:
     return (other for other in task.loop.tasks.values() if other.id != task.task_id)
 
 
-def _sibling_writes(task: RunningTask, other: Any, sibling_update: SiblingUpdate | None) -> Any:
+def _sibling_writes(task: RunningTask, other: Any, sibling_update: SiblingUpdate | None) -> _Writes | None:
     from langgraph.pregel._algo import PregelTaskWrites
 
     if other.writes:
-        return PregelTaskWrites(other.path, other.name, deque(other.writes), other.triggers)
+        written = PregelTaskWrites(other.path, other.name, deque(other.writes), other.triggers)
+        return written, written
     if sibling_update is None:
         return None
     site = (*task.site[:-1], other.name)
@@ -209,17 +279,34 @@ def _superstep(loop: Any, writes: list[Any]) -> Mapping[str, Any]:
     )
 
 
-def _task_writes(running: Any, update: Any) -> Any:
-    """What the task's static edges and state keys would be given."""
+def _task_writes(running: Any, update: Any) -> _Writes:
+    """What a task writes if its node returns `update`."""
+    from langgraph.constants import END
     from langgraph.pregel._algo import PregelTaskWrites
     from langgraph.pregel._write import ChannelWrite
 
-    writes: deque[tuple[str, Any]] = deque()
-    config: RunnableConfig = {"configurable": {"__pregel_send": writes.extend}}
+    certain: deque[tuple[str, Any]] = deque()
+    possible: deque[tuple[str, Any]] = deque()
+    config: RunnableConfig = {"configurable": {"__pregel_send": certain.extend}}
     for writer in running.writers:
         if isinstance(writer, ChannelWrite):
             writer.invoke(update, config)
-    return PregelTaskWrites(running.path, running.name, writes, running.triggers)
+        else:
+            ends = _ends(writer)
+            (certain if len(ends) == 1 else possible).extend((end, None) for end in ends if end != END)
+    sure = PregelTaskWrites(running.path, running.name, certain, running.triggers)
+    return sure, sure._replace(writes=certain + possible) if possible else sure
+
+
+def _ends(writer: Any) -> set[str]:
+    """The channels of a conditional edge's ends; none if it does not declare them, or may send inputs of its own."""
+    from langgraph.graph._branch import BranchSpec
+    from langgraph.pregel._write import ChannelWrite
+
+    branch = getattr(getattr(writer, "func", None), "__self__", None)
+    if not isinstance(branch, BranchSpec) or may_send(branch.path):
+        return set()
+    return {channel for channel, *_ in ChannelWrite.get_static_writes(writer) or ()}
 
 
 def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableConfig:
@@ -244,19 +331,6 @@ def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableCon
             "__pregel_runtime": quiet,
         },
     }
-
-
-class ReadOnlyStore:
-    """A store that can be read and silently keeps nothing."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        """Reading methods are the store's own; any other is refused."""
-        if name in ("get", "search", "list_namespaces", "aget", "asearch", "alist_namespaces"):
-            return getattr(self._store, name)
-        raise RuntimeError(f"a rehearsal cannot call {name}() of the store")
 
 
 def _copy_channels(channels: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +361,7 @@ def usable() -> bool:
 
 
 def _self_test() -> str:
-    """Foresee the second node of a two-node graph from within the first; returns what went wrong, or ''."""
+    """Foresee the second node of a graph, in a subgraph, from within the first; returns what went wrong, or ''."""
     from langgraph.graph import END, START, StateGraph
     from typing_extensions import TypedDict
 
@@ -297,18 +371,21 @@ def _self_test() -> str:
     foreseen: list[NextTask] = []
 
     def first(state: State, config: RunnableConfig) -> dict[str, str]:
-        foreseen.extend(next_tasks(_read_task(config), {"text": "b"}))
+        for task in next_tasks(_read_task(config), {"text": "b"}):
+            foreseen.extend(entered(task))
         return {"text": "b"}
 
+    inner = StateGraph(State).add_node("inner", lambda state: {"text": state["text"] + "c"}).add_edge(START, "inner")
     builder = StateGraph(State)
     builder.add_node("first", first)
-    builder.add_node("second", lambda state: {"text": state["text"] + "c"})
+    builder.add_node("second", inner.compile())
     builder.add_edge(START, "first")
     builder.add_edge("first", "second")
-    builder.add_edge("second", END)
+    builder.add_conditional_edges("first", lambda state: END, ["first", END])
     result = builder.compile().invoke({"text": "a"})
     if result != {"text": "bc"}:
         return "a small graph did not run as expected"
-    if [(task.site, task.input) for task in foreseen] != [(("second",), {"text": "b"})]:
+    next_one, again = (("second", "inner"), {"text": "b"}, True), (("first",), {"text": "b"}, False)
+    if [(task.site, task.input, task.certain) for task in foreseen] != [next_one, again]:
         return f"the next task was read as {foreseen!r}"
     return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,15 @@ class Follower:
     templates: tuple[Template, ...] = ()
     shaping: Shaping = field(default_factory=Shaping)
     steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The followers of a call in its last runs; it is `certain` if all saw the same ones. `runs` is how many."""
+
+    followers: Mapping[CallKey, Follower]
+    certain: bool
+    runs: int
 
 
 @dataclass
@@ -110,14 +119,14 @@ class Memory:
                 followers.popitem(last=False)
             self._changed((tenant, before.key))
 
-    def expected(self, tenant: Hashable, record: CallRecord) -> tuple[bool, dict[CallKey, Follower]]:
-        """The followers that earlier runs of a call saw lately, and whether all saw the same."""
+    def expected(self, tenant: Hashable, record: CallRecord) -> Expected:
+        """What earlier runs of a call saw lately."""
         with self._lock:
             site = self._site(tenant, record.key)
             past = site.past(record)
             seen: set[CallKey] = set().union(*past)
             certain = all(outcome == seen for outcome in past)
-            return certain, {key: follower for key, follower in site.followers.items() if key in seen}
+            return Expected({k: follower for k, follower in site.followers.items() if k in seen}, certain, len(past))
 
     def _site(self, tenant: Hashable, key: CallKey) -> CallSite:
         site = self._sites.setdefault((tenant, key), CallSite())

@@ -65,6 +65,19 @@ class _Guard(BaseCallbackHandler):
     on_retriever_start = _stop
 
 
+class ReadOnlyStore:
+    """A store that can be read and silently keeps nothing."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        """Reading methods are the store's own; any other is refused."""
+        if name in ("get", "search", "list_namespaces", "aget", "asearch", "alist_namespaces"):
+            return getattr(self._store, name)
+        raise RuntimeError(f"a rehearsal cannot call {name}() of the store")
+
+
 _NOTHING = object()
 
 

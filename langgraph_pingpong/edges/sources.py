@@ -5,20 +5,22 @@ Asked in the order of trust: declared, dry run, learned. For a call that several
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import Runnable
 
+from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, sources_of
-from langgraph_pingpong.edges.declared import AgentNode
+from langgraph_pingpong.edges.declared import AgentNode, Declared
 from langgraph_pingpong.edges.langgraph_internals import (
     UNKNOWN,
     NextTask,
     RunningTask,
+    entered,
     input_of,
     next_tasks,
     node_of,
@@ -26,9 +28,10 @@ from langgraph_pingpong.edges.langgraph_internals import (
     spec_of,
     state_of,
 )
-from langgraph_pingpong.edges.learned import LearnedEdges
+from langgraph_pingpong.edges.learned import Expected, Memory
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
+from langgraph_pingpong.edges.sequences import model_sequence
 from langgraph_pingpong.edges.template import Message, Template, fill
 from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
 
@@ -44,12 +47,16 @@ RenderShaped = Callable[[Sequence[Message], Shaping], str]
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A call that is expected next, and the segments of its prompt. `source` tells who foresaw it."""
+    """A call that is expected next, and the segments of its prompt. `source` tells who foresaw it.
+
+    Of one that is not `certain`, since a conditional edge may lead elsewhere, they end where the first answer begins.
+    """
 
     key: CallKey
     step: int | None
     source: str
     segments: Sequence[Segment]
+    certain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +76,26 @@ class Moment:
         return {**self.book.answers(), **made_up}
 
 
-def foresee(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> list[Ahead]:
-    """The calls expected after the one of `moment`; each once, from the source that is trusted most."""
+def foresee(moment: Moment, memory: Memory, tenant: Hashable) -> list[Ahead]:
+    """The calls expected after the one of `moment`, certain ones first; each from the source that is trusted most."""
+    expected = memory.expected(tenant, moment.record)
     found: dict[CallKey, Ahead] = {}
-    for ahead in (*_rehearsed(moment), *_learned(moment, learned, tenant)):
+    for ahead in (*_decided(_rehearsed(moment), expected), *_learned(moment, memory, expected)):
         found.setdefault(ahead.key, ahead)
-    return list(found.values())
+    return sorted(found.values(), key=lambda ahead: not ahead.certain)
+
+
+def _decided(foreseen: Iterable[Ahead], expected: Expected) -> Iterator[Ahead]:
+    """Ends of conditional edges in the light of earlier runs: if all of these took the same, it is taken for certain.
+
+    Once they did so twice, the others are left out.
+    """
+    usual = expected.followers if expected.certain else {}
+    for ahead in foreseen:
+        if ahead.certain or ahead.key in usual:
+            yield replace(ahead, certain=True)
+        elif not (usual and expected.runs > 1):
+            yield replace(ahead, segments=known_beginning(ahead.segments))
 
 
 # -- declared and dry run ------------------------------------------------------------------------------------
@@ -88,6 +109,7 @@ class _Call:
     step: int
     source: str
     text: str
+    certain: bool = True
 
 
 def _rehearsed(moment: Moment) -> Iterator[Ahead]:
@@ -97,7 +119,7 @@ def _rehearsed(moment: Moment) -> Iterator[Ahead]:
     for call in first:
         if other := seen.get(call.key):
             segments = prompt_segments((call.text, other.text), moment.probes)
-            yield Ahead(call.key, call.step, call.source, segments)
+            yield Ahead(call.key, call.step, call.source, segments, call.certain)
 
 
 def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
@@ -112,20 +134,21 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
         return
 
     def sibling(site: tuple[str, ...], push: int | None, other: Runnable[Any, Any]) -> Any:
-        if not isinstance(other, AgentNode):
-            return UNKNOWN
-        return other.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant)))
+        declared = _declared(other)
+        return declared.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant))) if declared else UNKNOWN
 
-    for ahead in next_tasks(moment.task, outcome, sibling):
-        if not options_of(ahead.spec).off and (call := _first_call(moment, ahead)):
-            yield call
+    for task in next_tasks(moment.task, outcome, sibling):
+        for ahead in entered(task):
+            if not any(options_of(spec).off for spec in ahead.specs) and (call := _told_call(moment, ahead)):
+                yield call
 
 
 def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
     """What the node returns for a made-up answer, or the next call it makes; `UNKNOWN` if that cannot be told."""
     answer = moment.probes.of(moment.record.key, variant)
-    if isinstance(node, AgentNode):
-        return node.update(AIMessage(answer))
+    declared = _declared(node)
+    if declared and (update := declared.update(AIMessage(answer))) is not UNKNOWN:
+        return update
     if not options_of(spec_of(moment.task)).dry_run:
         return UNKNOWN
     key, answers = moment.record.key, moment.book.answers()
@@ -138,16 +161,41 @@ def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
     return _recorded(moment, rehearsal.recorded, following, moment.task.step, "dry run") or UNKNOWN
 
 
+def _told_call(moment: Moment, ahead: NextTask) -> _Call | None:
+    """The first call of a task; none if a node that may not be next needs what only its own branch provides."""
+    try:
+        call = _first_call(moment, ahead)
+    except Exception:
+        if ahead.certain:
+            raise
+        return None
+    return call and replace(call, certain=ahead.certain)
+
+
 def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
     key = CallKey(ahead.site, 0, ahead.push)
-    if isinstance(ahead.node, AgentNode):
-        declared = (ahead.node.model, ahead.node.messages(ahead.input), NO_MORE)
-        return _recorded(moment, declared, key, ahead.step, "declared")
-    if not options_of(ahead.spec).dry_run:
+    declared = _declared(ahead.node)
+    if declared and (messages := declared.messages(ahead.input)) is not None:
+        return _recorded(moment, (declared.model, messages, NO_MORE), key, ahead.step, "declared")
+    source = _may_rehearse(moment, ahead)
+    if source is None:
         return None
     state = ahead.input if isinstance(ahead.input, Mapping) else {}
     _, rehearsal = rehearse(ahead.node, ahead.input, rehearsal_config(moment.task, state))
-    return _recorded(moment, rehearsal.recorded, key, ahead.step, "dry run")
+    return _recorded(moment, rehearsal.recorded, key, ahead.step, source)
+
+
+def _may_rehearse(moment: Moment, ahead: NextTask) -> str | None:
+    """The source under which a node may be run ahead of time: LangChain's own code always may; None if it may not."""
+    model = model_of_agent(ahead.node)
+    if model is not None and moment.renderer_of(model, NO_MORE):
+        return "declared"
+    return "dry run" if any(options_of(spec).dry_run for spec in ahead.specs) else None
+
+
+def _declared(node: Runnable[Any, Any]) -> Declared | None:
+    """What a node declares of itself; None if it is an ordinary one."""
+    return node if isinstance(node, AgentNode) else model_sequence(node)
 
 
 def _recorded(moment: Moment, recorded: Any, key: CallKey, step: int, source: str) -> _Call | None:
@@ -161,16 +209,15 @@ def _recorded(moment: Moment, recorded: Any, key: CallKey, step: int, source: st
 # -- learned -------------------------------------------------------------------------------------------------
 
 
-def _learned(moment: Moment, learned: LearnedEdges, tenant: Hashable) -> Iterator[Ahead]:
+def _learned(moment: Moment, memory: Memory, expected: Expected) -> Iterator[Ahead]:
     """Calls that followed this one in earlier runs; of uncertain ones only what is known already."""
-    memory = learned.memory_of(spec_of(moment.task))
-    certain, followers = memory.expected(tenant, moment.record)
-    for key, follower in followers.items():
+    for key, follower in expected.followers.items():
         if any(options_of(spec).off for spec in memory.nodes_at(key.site)):
             continue
         segments = agreed([_segments(moment, template, follower.shaping) for template in follower.templates])
         step = None if follower.steps is None else moment.record.step + follower.steps
-        yield Ahead(key, step, "learned", segments if certain else known_beginning(segments))
+        known = segments if expected.certain else known_beginning(segments)
+        yield Ahead(key, step, "learned", known, expected.certain)
 
 
 def _missing(probes: Probes, variant: int, path: Hashable) -> str:

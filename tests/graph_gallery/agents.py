@@ -10,13 +10,14 @@ from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddlewar
 from langchain.agents.structured_output import ToolStrategy
 from langchain.tools import InjectedToolCallId, ToolRuntime, tool
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.prompts import ChatPromptTemplate
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState, ToolNode, tools_condition
 from langgraph.types import Command
 from pydantic import BaseModel
 
-from langgraph_pingpong import ChatPingPong
+from langgraph_pingpong import ChatPingPong, agent_node
 from langgraph_pingpong.engines.fake_engine import pseudo_words
 from tests.graph_gallery.chains import talk_inputs
 from tests.graph_gallery.scene import ASYNC_WAYS, REPLY_LENGTH, Doing, Scene, Texts, ask, scenario, tasks
@@ -128,6 +129,26 @@ def two_agents(model: ChatPingPong) -> Scene:
     researcher = create_agent(model, [tide_tool(effects)], system_prompt="You are the researcher.", name="researcher")
     writer = create_agent(model, [], system_prompt="You are the writer.", name="writer")
     return Scene(in_a_row(("researcher", researcher), ("writer", writer)).compile(), talk_inputs(), effects)
+
+
+@scenario(
+    "writer (declared) -> [model <-> tool] -> critic (declared)",
+    declared=("model",),
+    replies=tool_user(call("tide_time", place="Lima")),
+)
+def agent_after_a_declared_node(model: ChatPingPong) -> Scene:
+    """An agent between two declared nodes: its first prompt is known from the writer on."""
+    effects: list[str] = []
+
+    def speaker(role: str) -> Any:
+        prompt = [("system", f"You are the {role}. Answer in short sentences."), ("placeholder", "{messages}")]
+        return agent_node(
+            model, prompt=ChatPromptTemplate.from_messages(prompt), writes=lambda answer: {"messages": [answer]}
+        )
+
+    agent = create_agent(model, [tide_tool(effects)], system_prompt="You are the researcher. Look it up.")
+    graph = in_a_row(("writer", speaker("writer")), ("agent", agent), ("critic", speaker("critic"))).compile()
+    return Scene(graph, talk_inputs(), effects)
 
 
 @scenario("function (agent) -> critic", replies=tool_user(call("tide_time", place="Lima")))

@@ -69,7 +69,7 @@ def conditional_edge(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(), tasks(), effects)
 
 
-@scenario("writer (declared) -> critic (declared) | end")
+@scenario("writer (declared) -> critic (declared) | end", declared=("critic",))
 def conditional_end(model: ChatPingPong) -> Scene:
     """Declared nodes behind a conditional edge that may also end the graph."""
     effects: list[str] = []
@@ -82,6 +82,25 @@ def conditional_end(model: ChatPingPong) -> Scene:
     critic = agent_node(model, prompt=lambda state: ask("critic", state["draft"]), writes="notes")
     builder = StateGraph(Texts).add_node("writer", writer).add_node("critic", critic).add_edge(START, "writer")
     builder.add_conditional_edges("writer", enough, {"stop": END, "go on": "critic"})
+    return Scene(builder.compile(), tasks(), effects)
+
+
+@scenario("writer -> critic | editor | clerk -> poet, declared", declared=("critic", "editor", "clerk", "poet"))
+def conditional_edge_of_declared_nodes(model: ChatPingPong) -> Scene:
+    """Three declared nodes behind a conditional edge, each taken in one round, which lead to the same node."""
+    effects: list[str] = []
+
+    def by_task(state: Texts) -> Literal["critic", "editor", "clerk"]:
+        effects.append("by task")
+        return "critic" if "two lines" in state["task"] else "editor" if "List" in state["task"] else "clerk"
+
+    def node(role: str, reads: str, writes: str) -> Any:
+        return agent_node(model, prompt=lambda state: ask(role, state[reads]), writes=writes)
+
+    builder = StateGraph(Texts).add_node("writer", node("writer", "task", "draft")).add_edge(START, "writer")
+    builder.add_conditional_edges("writer", by_task).add_node("poet", node("poet", "notes", "final"))
+    for name in ("critic", "editor", "clerk"):
+        builder.add_node(name, node(name, "draft", "notes")).add_edge(name, "poet")
     return Scene(builder.compile(), tasks(), effects)
 
 

@@ -95,6 +95,18 @@ def lcel_as_nodes(model: ChatPingPong) -> Scene:
     )
 
 
+@scenario("writer -> critic -> editor, sequences of library steps", declared=("critic", "editor"))
+def sequences_of_library_steps(model: ChatPingPong) -> Scene:
+    """`prompt | model | parsers` as the node itself, without a function of the user's: declared as it is."""
+
+    def node(role: str, reads: str, writes: str) -> Any:
+        head = [("system", f"You are the {role}. Answer in short sentences."), ("human", f"Text: {{{reads}}} Go on.")]
+        return ChatPromptTemplate.from_messages(head) | model | {writes: StrOutputParser()}
+
+    nodes = ("writer", node("writer", "task", "draft")), ("critic", node("critic", "draft", "notes"))
+    return Scene(chain(*nodes, ("editor", node("editor", "notes", "final").with_config(tags=["last"]))), tasks())
+
+
 @scenario("writer -> critic", dry_run=("critic",))
 def lcel_assign_as_nodes(model: ChatPingPong) -> Scene:
     """`RunnablePassthrough.assign` as the node, which returns the whole state."""

@@ -51,7 +51,7 @@ def subgraph_as_node(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(), tasks(), effects)
 
 
-@scenario("writer -> [critic -> clerk] -> editor, declared", declared=("clerk",))
+@scenario("writer -> [critic -> clerk] -> editor, declared", declared=("critic", "clerk"))
 def subgraph_of_declared_nodes(model: ChatPingPong) -> Scene:
     """The same with declared nodes inside and outside."""
 
