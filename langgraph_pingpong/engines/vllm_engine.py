@@ -205,7 +205,7 @@ def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, like
         answer.finish_reason,
         answer.stop_reason,
         tuple(output.prompt_token_ids or ()) if first else None,
-        output.num_cached_tokens if first else None,
+        output.num_cached_tokens or 0 if first else None,
         answer.index,
         tuple(_to_logprobs(answer, likeliest)),
     )
