@@ -22,6 +22,7 @@
         ├── EngineStartFailed
         ├── EngineDead
         ├── ServerFailed
+        ├── ServerEnded
         └── CallTimedOut            (also TimeoutError)
 
 Each class carries a one-line `hint` that says what to change; it is part of the message.
@@ -163,6 +164,12 @@ class ServerFailed(EngineError):
     """A server could not be reached, refused the request, failed, or fell silent."""
 
     hint = "Check base_urls (they end in /v1), api_key, and whether the server runs; its log may say more."
+
+
+class ServerEnded(EngineError):
+    """A server that was started here ended by itself."""
+
+    hint = "The end of its log is above; all of it is kept with --logs FOLDER, and VLLM_LOGGING_LEVEL=DEBUG says more."
 
 
 class CallTimedOut(EngineError, TimeoutError):

@@ -23,7 +23,7 @@ growing config default_model loop engines.main_guard
 tokens pool
 growing_prompt
 streaming_edge edges
-engines.fake_engine engines.vllm_engine engines.vllm_parsers engines.server_engine session
+engines.fake_engine engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 calls calling answers
 settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +14,13 @@ from uuid import uuid4
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
+from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
 from langgraph_pingpong.cli.screen import Screen
-from langgraph_pingpong.errors import ConfigError, PingPongError
+from langgraph_pingpong.cli.serve import serve
+from langgraph_pingpong.errors import ConfigError
 from langgraph_pingpong.trace import JsonLines
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def pingpong(
     """Streaming edges for LangGraph on vLLM: the next agent's prefill overlaps this agent's decode."""
 
 
+app.command()(serve)
+
+
 @app.command()
 def run(  # noqa: PLR0913 - a parameter for each option
     graph: GraphName,
@@ -112,7 +116,7 @@ def run(  # noqa: PLR0913 - a parameter for each option
     calls = {"temperature": temperature, "seed": seed, "defer_downstream": defer}
     modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
     console = Console()
-    with _plain_errors(), ExitStack() as stack:
+    with plain_errors(), ExitStack() as stack:
         if compare and overlap:
             raise ConfigError("--compare runs with overlap off and on: leave out --overlap.")
         given = read_input(input_file, task)
@@ -124,19 +128,6 @@ def run(  # noqa: PLR0913 - a parameter for each option
         runner = _Runner(serving.pool, _make_model(model, serving, calls), console, lines)
         runs = runner.run(lambda copy: build_graph(build, copy, options), given, modes)
     _report(runs, console, sampled=temperature > 0 and seed is None)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Show errors that say what to change without a traceback; all others keep theirs."""
-    try:
-        yield
-    except PingPongError as error:
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted.")
-        raise typer.Exit(130) from None
 
 
 def _serve(model: str | None, devices: str | None, engines: dict[str, Any]) -> Serving:
