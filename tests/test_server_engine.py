@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import ipaddress
 import json
+import ssl
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -14,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from typer.testing import CliRunner
 
 from langgraph_pingpong import ChatPingPong, FakeEngine, engine_pool
+from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import ServerAddress, ServerConfig, parse_base_urls
 from langgraph_pingpong.engines import server_engine
 from langgraph_pingpong.engines.base import Delta, Request
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = fake_tokenizer()
 KEY = "s3cret-key"
+DOCUMENT = str(Path(__file__).parent.parent / "graphs" / "texts" / "document.md")
 UNREACHABLE = "http://127.0.0.1:9/v1"
 
 
@@ -370,6 +379,52 @@ class TestFaults:
                 await deltas(engine, request())
 
 
+class TestTls:
+    async def test_a_certificate_that_is_not_trusted_is_a_clear_error(self, certificate: Path) -> None:
+        async with stub(tls=server_context(certificate)).serving() as url:
+            with pytest.raises(ServerFailed, match=r"The connection to .* failed: .*CERTIFICATE_VERIFY_FAILED"):
+                await engine_for(url).start()
+
+    async def test_a_certificate_can_be_trusted_by_the_users_own_client(self, certificate: Path) -> None:
+        trusting = ssl.create_default_context(cafile=str(certificate))
+
+        def client() -> Any:
+            return openai.DefaultAsyncHttpxClient(verify=trusting)
+
+        async with started(stub(tls=server_context(certificate)), http_client=client) as engine:
+            assert "".join(delta.text for delta in await deltas(engine, request())) == "tide pool"
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for 127.0.0.1 that signs itself, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "stub")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    plain = serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    path = tmp_path_factory.mktemp("tls") / "stub.pem"
+    path.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + made.public_bytes(pem))
+    return path
+
+
+def server_context(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
 class TestKey:
     async def test_is_sent_to_the_server(self) -> None:
         async with started(server := stub(key=KEY), api_key=KEY) as engine:
@@ -524,6 +579,36 @@ def test_a_pool_of_servers_is_shared(two_stubs: list[StubServer], tmp_path: Path
         texts = [ChatPingPong(pool=pool, max_tokens=8, tokenizer=TOKENIZER).invoke("Hello.").content for _ in range(2)]
     assert texts[0] == texts[1]
     assert [engine.device for engine in pool.engines] == names(two_stubs)
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def run(self, two_stubs: list[StubServer], tmp_path: Path) -> Callable[..., Any]:
+        TOKENIZER.save_pretrained(tmp_path / "stub")
+        (tmp_path / "stub" / "config.json").write_text("{}")
+        graph = ("graphs.five_agents", "--task", "Sum up.", "--input", DOCUMENT, "--set", "brief_tokens=60")
+        urls = ",".join(server.url for server in two_stubs)
+        fixed = ("run", *graph, "--set", "max_tokens=20", "--model", str(tmp_path / "stub"), "--base-urls", urls)
+        return lambda *more: CliRunner().invoke(app, [*fixed, *more])
+
+    def test_runs_and_compares_a_graph_on_servers(
+        self, run: Callable[..., Any], two_stubs: list[StubServer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
+        for server in two_stubs:
+            server.key = KEY
+        result = run("--compare")
+        assert result.exit_code == 0, result.output
+        assert "prompt ids equal: yes" in result.output
+        assert "text equal: yes" in result.output
+        assert names(two_stubs)[1] in result.output
+        assert KEY not in result.output
+
+    @pytest.mark.parametrize("option", ["--devices", "--dtype", "--max-model-len", "--gpu-memory-utilization"])
+    def test_refuses_what_is_the_servers_own(self, run: Callable[..., Any], option: str) -> None:
+        result = run(option, "1")
+        assert result.exit_code == 2
+        assert f"Error: {option} and --base-urls cannot go together." in result.stderr
 
 
 class TestSettings:
