@@ -68,8 +68,9 @@ class ChatPingPong(Settings):
         """Start the engines now instead of with the first call.
 
         Raises:
-            ConfigError: the settings cannot work on this machine.
+            ConfigError: the settings cannot work on this machine, or with these servers.
             EngineStartFailed: an engine did not come up.
+            ServerFailed: a server cannot be used.
         """
         self._serving().pool.start()
         return self

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
+from graphs.five_agents import CHAIN
 from langgraph_pingpong import ChatPingPong, FakeEngine, engine_pool
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import ServerAddress, ServerConfig, parse_base_urls
@@ -595,13 +596,18 @@ class TestCommandLine:
         self, run: Callable[..., Any], two_stubs: list[StubServer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("VLLM_API_KEY", KEY)
+        monkeypatch.setenv("COLUMNS", "80")
         for server in two_stubs:
             server.key = KEY
         result = run("--compare")
         assert result.exit_code == 0, result.output
         assert "prompt ids equal: yes" in result.output
         assert "text equal: yes" in result.output
-        assert names(two_stubs)[1] in result.output
+        table = result.output[result.output.index("overlap off and on") :]
+        for index, (node, *_) in enumerate(CHAIN):  # in 80 columns, too
+            (row,) = [line for line in table.splitlines() if line.startswith(node[:5])]
+            assert row.split()[1][:8] == names(two_stubs)[index % 2][:8]
+            assert "…" not in row
         assert KEY not in result.output
 
     @pytest.mark.parametrize("option", ["--devices", "--dtype", "--max-model-len", "--gpu-memory-utilization"])

@@ -287,7 +287,7 @@ class ServerEngine:
         if isinstance(error, APIConnectionError):
             return ServerFailed(f"The connection to {self.device} failed: {self._why(error)}")
         if not isinstance(error, APIError):
-            return ServerFailed(f"The answer of {self.device} could not be read: {self._why(error)}")
+            return ServerFailed(f"The answer of {self.device} broke off or could not be read: {self._why(error)}")
         status, words = _status(error), self._without_key(_words(error))
         if status in _REFUSALS:
             return CallRefused(f"{self.device} refused the call: {words}")
