@@ -203,6 +203,17 @@ def cores_for(device: Device, devices: Sequence[Device]) -> list[int]:
     return cores[rank * len(cores) // count : (rank + 1) * len(cores) // count]
 
 
+def gpus_of(device: Device, width: int) -> list[str]:
+    """The GPUs of a CUDA engine, as `CUDA_VISIBLE_DEVICES` names them: the device and the next ones, `width` in all.
+
+    Each engine's process is shown its own GPUs only. What vLLM compiles for the first engine names GPU 0 and is
+    loaded again for the second, where it must name the second's.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else [str(i) for i in range(count_devices("cuda"))]
+    return names[device.index : device.index + width]
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What to serve and how. Every field except `devices` has vLLM's name and reaches vLLM unchanged.

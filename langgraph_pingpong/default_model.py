@@ -269,12 +269,25 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=dense
     )
-    model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
     _split_digits(tokenizer)
+    for name, token_id in _special_ids(gguf).items():  # some releases of transformers take one for the other
+        setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+        for settings in (model.config, model.generation_config):
+            setattr(settings, f"{name}_token_id", token_id)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _check_tokenizer(AutoTokenizer.from_pretrained(folder))
+
+
+def _special_ids(gguf: Path) -> dict[str, int]:
+    """The ids of the first and the last token of a message, as the file says."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    fields = {name: reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    return {name: int(field.contents()) for name, field in fields.items() if field is not None}
 
 
 def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -32,22 +32,37 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A place where the answer of a call stands, as it is."""
+    """A place where the answer of a call stands: as it is, or without the white space at an end of it."""
 
     call: Hashable
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 Segment = str | Stream
 """Known text, or a place for an answer."""
 
 
+BLANK = "\n\n\n"
+"""White space around a made-up answer: line breaks, which templates strip most, and more than they put there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a made-up answer stands in a text."""
+
+    start: int
+    end: int
+    stream: Stream
+
+
 @dataclass
 class Probes:
     """Made-up answers, two for each call.
 
-    The second is what templates and prompts like to change: quotes, line breaks, doubled spaces, white space, letters
-    beyond ASCII, length. What both leave as it is, is used as it is. The two share no first character, so that a
-    common prefix of two renderings ends where the answer begins.
+    The second is what templates and prompts like to change: quotes, line breaks, doubled spaces, white space within
+    and around it, letters beyond ASCII, length. What both leave as it is, is used as it is. The two share no first
+    character, so that a common prefix of two renderings ends where the answer begins.
     """
 
     _texts: dict[Hashable, tuple[str, str]] = field(default_factory=dict)
@@ -57,17 +72,25 @@ class Probes:
         if call not in self._texts:
             mark = f"{len(self._texts):03}"
             long = f'Kx{mark} "second"  probe,\nwith\ttabs, naïve ünïcode 潮池 and more. ' + "It goes on. " * 160
-            self._texts[call] = (f"Zq{mark} probe", f"{long}End {mark}")
+            self._texts[call] = (f"Zq{mark} probe", f"{BLANK}{long}End {mark}{BLANK}")
         return self._texts[call][variant]
 
-    def find(self, text: str, start: int, variant: int) -> tuple[int, int, Hashable] | None:
-        """The first made-up answer in `text` from `start` on: where it begins and ends, and whose it is."""
-        found = [
-            (at, at + len(texts[variant]), call)
+    def find(self, text: str, start: int, variant: int) -> _Place | None:
+        """The first made-up answer in `text` from `start` on, with or without the white space around it."""
+        places = [
+            _place(call, text, at, texts[variant])
             for call, texts in self._texts.items()
-            if (at := text.find(texts[variant], start)) >= 0
+            if (at := text.find(texts[variant].strip(), start)) >= 0
         ]
-        return min(found, key=lambda hit: hit[0]) if found else None
+        return min(places, key=lambda place: place.start, default=None)
+
+
+def _place(call: Hashable, text: str, at: int, answer: str) -> _Place:
+    """The place of an answer whose first character that is not white space stands at `at`."""
+    end = at + len(answer.strip())
+    before, after = (BLANK if answer.startswith(BLANK) else ""), (BLANK if answer.endswith(BLANK) else "")
+    lstrip, rstrip = not text.endswith(before, 0, at), not text.startswith(after, end)
+    return _Place(at if lstrip else at - len(before), end if rstrip else end + len(after), Stream(call, lstrip, rstrip))
 
 
 def prompt_segments(renderings: Sequence[str], probes: Probes) -> list[Segment]:
@@ -80,11 +103,11 @@ def prompt_segments(renderings: Sequence[str], probes: Probes) -> list[Segment]:
     i = j = 0
     while True:
         a, b = probes.find(first, i, 0), probes.find(second, j, 1)
-        if a is None or b is None or a[2] != b[2] or first[i : a[0]] != second[j : b[0]]:
+        if a is None or b is None or a.stream.call != b.stream.call or first[i : a.start] != second[j : b.start]:
             rest = first[i : i + common_prefix(first[i:], second[j:])]
             return [*segments, rest] if rest else segments
-        segments += [first[i : a[0]], Stream(a[2])]
-        i, j = a[1], b[1]
+        segments += [first[i : a.start], b.stream]  # only the second has white space that may be stripped
+        i, j = a.end, b.end
 
 
 def agreed(rows: Sequence[Sequence[Segment]]) -> list[Segment]:
@@ -124,7 +147,9 @@ class GrowingPrompt:
         unspoken = (i for i, s in enumerate(segments) if isinstance(s, Stream) and not isinstance(s.call, CallKey))
         self._reach = next(unspoken, len(segments))
         self._heard: dict[Hashable, list[str]] = {s.call: [] for s in segments if isinstance(s, Stream)}
-        self._used: dict[Hashable, int] = {}
+        self._used = 0  # pieces of the answer at the head that were looked at
+        self._pending = ""  # what they said that may yet be stripped from its end
+        self._begun = False  # whether any of it is in the ids
         self._ended: set[Hashable] = set()
         self._advance()
         self.static_tokens = len(self._growing.ids)
@@ -163,18 +188,27 @@ class GrowingPrompt:
             head = self._segments[0]
             if isinstance(head, str):
                 self._growing.append(head, rendered=True)
-            else:
-                self._take(head.call)
-                if head.call not in self._ended:
-                    return
-                self._used[head.call] = 0  # the answer may stand in the prompt again
+            elif not self._take(head):
+                return
             self._segments.pop(0)
 
-    def _take(self, call: Hashable) -> None:
-        pieces = self._heard[call]
-        if news := "".join(pieces[self._used.get(call, 0) :]):
-            self._used[call] = len(pieces)
-            self._growing.append(news)
+    def _take(self, place: Stream) -> bool:
+        """Take what the answer at the head said since; whether that was all of it."""
+        pieces, ended = self._heard[place.call], place.call in self._ended
+        text = self._pending + "".join(pieces[self._used :])
+        if place.lstrip and not self._begun:
+            text = text.lstrip("\n")
+        known = text.rstrip() if place.rstrip else text
+        self._used, self._pending = len(pieces), text[len(known) :]
+        if (place.lstrip and not self._begun and known[:1].isspace()) or (ended and self._pending.strip("\n")):
+            self._segments.clear()  # some templates strip line breaks only, some all white space: who knows
+            return False
+        if known:
+            self._growing.append(known)
+            self._begun = True
+        if ended:  # the answer may stand in the prompt again
+            self._used, self._pending, self._begun = 0, "", False
+        return ended
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:

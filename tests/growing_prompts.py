@@ -25,4 +25,4 @@ def growing_with(tokens: ChatTemplate, use: Callable[[str], list[dict[str, Any]]
 
 def is_probe(text: str) -> bool:
     """Whether a text was made up to find out how a prompt uses an answer."""
-    return text[:2] in ("Zq", "Kx") and text[2:5].isdigit()
+    return text.strip()[:2] in ("Zq", "Kx") and text.strip()[2:5].isdigit()

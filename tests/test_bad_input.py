@@ -23,8 +23,8 @@ from langgraph.graph import START, StateGraph
 from pydantic import ValidationError
 from typing_extensions import TypedDict
 
-from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node
-from langgraph_pingpong.config import EngineConfig, check_devices, context_limit, cores_for, parse_devices
+from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, config
+from langgraph_pingpong.config import EngineConfig, check_devices, context_limit, cores_for, gpus_of, parse_devices
 from langgraph_pingpong.engines import vllm_engine
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.main_guard import check_main_guard
@@ -113,6 +113,21 @@ class TestDevices:
         refused(DeviceError, r"cuda:1 and cuda:0 overlap at tensor_parallel_size=2", lambda: check_devices(pair, 2))
         last = parse_devices(["cuda:3"])
         refused(DeviceError, r"cuda:4 does not exist: .* has 4 cuda", lambda: check_devices(last, 2))
+
+    @pytest.mark.parametrize(
+        ("visible", "expected"),
+        [("4,5,6,7", [["5"], ["7"]]), ("GPU-a, GPU-b,GPU-c,GPU-d", [["GPU-b"], ["GPU-d"]])],
+    )
+    def test_an_engine_is_shown_its_own_gpu(
+        self, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[list[str]]
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpus_of(device, 1) for device in parse_devices(["cuda:1", "cuda:3"])] == expected
+
+    def test_an_engine_over_two_gpus_is_shown_both(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(config, "_count_gpus", lambda: 4)
+        assert [gpus_of(device, 2) for device in parse_devices(["cuda:0", "cuda:2"])] == [["0", "1"], ["2", "3"]]
 
     def test_share_the_cores_between_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("langgraph_pingpong.config.usable_cores", lambda: [1, 3, 5, 7, 9])

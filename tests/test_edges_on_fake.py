@@ -303,7 +303,7 @@ class TestPromptFunctions:
     @pytest.mark.parametrize("on_first", [True, False])
     def test_that_raise_on_made_up_answers_change_nothing(self, lab: Lab, on_first: bool) -> None:
         def prompt(state: Mapping[str, str]) -> list[tuple[str, str]]:
-            if is_probe(state["writer"]) and state["writer"].startswith("Zq" if on_first else "Kx"):
+            if is_probe(state["writer"]) and state["writer"].strip().startswith("Zq" if on_first else "Kx"):
                 raise ValueError("nobody says that")
             return on_probes(lambda: None)(state)
 

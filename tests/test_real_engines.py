@@ -20,6 +20,7 @@ from graphs.five_agents import CHAIN, build
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.trace import Event
+from tests.engines_fixture import DEVICES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -98,7 +99,7 @@ def test_neighbours_are_on_different_devices(five_inputs: list[dict[str, Any]]) 
     for run in five_inputs:
         for overlap in ("off", "on"):
             devices = [c["device"] for c in run[f"{overlap} certificates"]]
-            assert devices == ["cpu:0", "cpu:1", "cpu:0", "cpu:1", "cpu:0"]
+            assert devices == [*DEVICES, *DEVICES, DEVICES[0]]
 
 
 def test_downstream_ttft_is_under_half(five_inputs: list[dict[str, Any]]) -> None:
@@ -234,7 +235,7 @@ SCRIPT = """
     import json
     from langgraph_pingpong import ChatPingPong
     {guard}
-        with ChatPingPong(devices=["cpu:0", "cpu:1"], max_tokens=4, max_model_len=512) as model:
+        with ChatPingPong(devices={devices}, max_tokens=4, max_model_len=512) as model:
             import psutil
             children = [p.name() for p in psutil.Process().children()]
             print(json.dumps({{"text": model.invoke("Hi").text, "children": len(children)}}))
@@ -243,7 +244,7 @@ SCRIPT = """
 
 def test_guarded_script_starts_two_engines_and_ends_cleanly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":')))
+    script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":', devices=DEVICES)))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

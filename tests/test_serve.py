@@ -21,6 +21,7 @@ from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines import vllm_engine
 from langgraph_pingpong.engines.server_processes import LocalServers, server_command
+from langgraph_pingpong.engines.vllm_engine import engine_environment
 
 STAND_IN = """
     import json, os, subprocess, sys, threading, time
@@ -38,7 +39,7 @@ STAND_IN = """
             self.wfile.write(body)
 
     print("cores", os.environ.get("VLLM_CPU_OMP_THREADS_BIND"), flush=True)
-    if "--fail" in sys.argv:
+    if os.environ["DEVICE"] in sys.argv:
         sys.exit("no memory left on the device")
     child = subprocess.Popen([sys.executable, "-c", STUBBORN])
     print("child", child.pid, flush=True)
@@ -54,11 +55,11 @@ PROGRAM = """
     import sys
     from langgraph_pingpong.engines import server_processes, vllm_engine
 
-    def command(config, device):
-        more = ["--fail"] if str(device) in {fails!r} else []
-        return [sys.executable, {stand_in!r}, *more]
-
-    server_processes.server_command = command
+    environment = server_processes.engine_environment
+    server_processes.engine_environment = lambda config, device: {{
+        **environment(config, device), "DEVICE": str(device)
+    }}
+    server_processes.server_command = lambda config: [sys.executable, {stand_in!r}, *{fails!r}]
     vllm_engine.check_cpu_memory = lambda config: None
     from langgraph_pingpong.cli import app
     app()
@@ -231,12 +232,12 @@ class TestRefusals:
 
 
 class TestCommand:
-    def command(self, devices: list[str], index: int, **settings: object) -> str:
+    def command(self, devices: list[str], **settings: object) -> str:
         config = EngineConfig("m", parse_devices(devices), **settings)  # type: ignore[arg-type]
-        return " ".join(server_command(config, config.devices[index])[1:])
+        return " ".join(server_command(config)[1:])
 
     def test_on_a_cpu_has_what_streaming_edges_need(self) -> None:
-        command = self.command(["cpu:0", "cpu:1"], 1, dtype="float32")
+        command = self.command(["cpu:0", "cpu:1"], dtype="float32")
         assert command.startswith("-m vllm.entrypoints.openai.api_server ")
         for option in (
             "--model m",
@@ -248,20 +249,25 @@ class TestCommand:
         ):
             assert f"{option} " in f"{command} "
         assert "log-stats" not in command
-        assert "device-ids" not in command
 
-    def test_on_gpus_names_the_devices_and_takes_any_argument(self) -> None:
+    def test_on_gpus_takes_any_argument(self) -> None:
         arguments = {
             "compilation_config": {"mode": 0},
             "cudagraph_capture_sizes": [1, 2],
             "async_scheduling": False,
         }
-        command = self.command(["cuda:0", "cuda:2"], 1, tensor_parallel_size=2, engine_args=arguments)
-        assert "--device-ids 2,3" in command
+        command = self.command(["cuda:0", "cuda:2"], tensor_parallel_size=2, engine_args=arguments)
+        assert "--tensor-parallel-size 2" in command
         assert '--compilation-config {"mode": 0}' in command
         assert "--cudagraph-capture-sizes 1 2" in command
         assert "--no-async-scheduling" in command
         assert "block-size" not in command
+
+    def test_on_gpus_each_server_sees_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        config = EngineConfig("m", parse_devices(["cuda:0", "cuda:2"]), tensor_parallel_size=2)
+        seen = [engine_environment(config, device)["CUDA_VISIBLE_DEVICES"] for device in config.devices]
+        assert seen == ["4,5", "6,7"]
 
 
 def test_servers_that_were_never_started_can_be_stopped(

@@ -603,7 +603,7 @@ class TestCommandLine:
         assert result.exit_code == 0, result.output
         assert "prompt ids equal: yes" in result.output
         assert "text equal: yes" in result.output
-        table = result.output[result.output.index("overlap off and on") :]
+        table = result.output[result.output.index("overlap off and on, ms") :]
         for index, (node, *_) in enumerate(CHAIN):  # in 80 columns, too
             (row,) = [line for line in table.splitlines() if line.startswith(node[:5])]
             assert row.split()[1][:8] == names(two_stubs)[index % 2][:8]

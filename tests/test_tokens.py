@@ -166,15 +166,50 @@ class TestPromptShape:
     def test_of_a_text_that_is_not_used_is_the_whole_prompt(self) -> None:
         assert self.of(lambda text: "nothing") == ("Text: nothing End.", False)
 
-    def test_of_a_template_that_strips_a_text(self) -> None:
-        strips = "{% for m in messages %}{{ m.content | trim }}|{% endfor %}"
-        tokens = ChatTemplate(shipped_tokenizers.qwen(), strips)
-        prompt = growing_with(tokens, lambda text: [{"role": "user", "content": text}])
-        for piece in ("One two three four", " five six   ", "\n\n"):
-            prompt.feed(WRITER, piece)
-        whole = tokens.prompt_ids([{"role": "user", "content": "One two three four five six   \n\n"}])
-        assert tuple(prompt.ids) == whole[: len(prompt.ids)]
-        assert len(prompt.ids) >= 3
+    @pytest.mark.parametrize(
+        ("use", "place"),
+        [
+            (str.strip, Stream(WRITER, lstrip=True, rstrip=True)),
+            (str.lstrip, Stream(WRITER, lstrip=True)),
+            (str.rstrip, Stream(WRITER, rstrip=True)),
+            (lambda text: text.strip("\n"), Stream(WRITER, lstrip=True, rstrip=True)),
+            (lambda text: f"\n\n{text.strip()}\n\n", Stream(WRITER, lstrip=True, rstrip=True)),
+            (lambda text: f"\n\n{text}\n\n", Stream(WRITER)),
+        ],
+    )
+    def test_of_a_text_that_is_stripped(self, use: Any, place: Stream) -> None:
+        segments = segments_of(lambda text: f"Text: {use(text)} End.")
+        assert segments[1] == place
+        assert "".join(part for part in segments if isinstance(part, str)) == f"Text: {use('')} End."
+
+    @pytest.mark.parametrize("strips", [".strip()", ".strip('\\n')", ".rstrip()", ""])
+    @pytest.mark.parametrize(
+        ("answer", "certain"),
+        [
+            ("One two three  four.", True),
+            ("\n\nOne two  three\n\nfour.\n", True),
+            ("One two three four.\n\n\n\n\n", True),
+            ("  One two three four.", False),
+            ("One two three four. \n ", False),
+            ("\n \n", False),
+            ("", True),
+        ],
+    )
+    def test_of_a_template_that_strips_a_text(self, strips: str, answer: str, certain: bool) -> None:
+        tokens = ChatTemplate(
+            shipped_tokenizers.qwen(),
+            "{% for m in messages %}From:\n{{ m.content" + strips + " }}|{% endfor %}The end.",
+        )
+        whole = tokens.prompt_ids([{"role": "user", "content": answer}])
+        for size in (1, 3, 100):
+            prompt = growing_with(tokens, lambda text: [{"role": "user", "content": text}])
+            for at in range(0, len(answer), size):
+                prompt.feed(WRITER, answer[at : at + size])
+                assert tuple(prompt.ids) == whole[: len(prompt.ids)]
+            prompt.finish(WRITER)
+            assert tuple(prompt.ids) == whole[: len(prompt.ids)]
+            if certain or not strips:
+                assert len(prompt.ids) >= len(whole) - 2
 
     def test_a_prompt_that_is_not_literal_takes_no_text(self) -> None:
         tokens = template("smollm2")

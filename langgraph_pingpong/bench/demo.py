@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -37,17 +39,20 @@ def main(  # noqa: PLR0913 - a parameter an option
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     seed: Annotated[int, typer.Option()] = 42,
     max_tokens: Annotated[int, typer.Option(min=4, help="of the first four agents; the last gets a quarter")] = 256,
+    brief_tokens: Annotated[int, typer.Option(help="of each agent's brief")] = 768,
+    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
+    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
 ) -> None:
     """Run the demo graph with edges off and on, alternating, and write down every run."""
     names = devices.split(",") if devices else list(default_devices())
-    options = f"--runs {runs} --dtype {dtype} --seed {seed} --max-tokens {max_tokens} --output {output}"
-    command = f"python -m langgraph_pingpong.bench.demo {options}"
+    setup = _setup(names, dtype, seed, model or "SmolLM2-135M-Instruct", engine_args)
     output.parent.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = [{"setup": _setup(command, names, dtype, seed)}]
-    with ChatPingPong(devices=names, dtype=dtype, temperature=0.0, seed=seed) as model:
+    lines: list[dict[str, Any]] = [{"setup": setup}]
+    engines = {"devices": names, "dtype": dtype, "model": model or None, "engine_args": json.loads(engine_args)}
+    with ChatPingPong(**engines, temperature=0.0, seed=seed) as chat_model:
         order = [(number, mode) for number in range(runs) for mode in _alternate(number)]
         for number, mode in track(order, description="runs"):
-            lines.append({"run": number, "overlap": mode, **_run(model, mode, max_tokens)})
+            lines.append({"run": number, "overlap": mode, **_run(chat_model, mode, max_tokens, brief_tokens)})
             _write_lines(output.with_suffix(".jsonl"), lines)
     output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
 
@@ -57,12 +62,12 @@ def _alternate(number: int) -> Sequence[str]:
     return MODES if number % 2 == 0 else MODES[::-1]
 
 
-def _run(model: ChatPingPong, mode: str, max_tokens: int) -> dict[str, Any]:
+def _run(model: ChatPingPong, mode: str, max_tokens: int, brief_tokens: int) -> dict[str, Any]:
     from graphs.briefs import read_text
     from graphs.five_agents import build
 
     switched = model.model_copy(update={"overlap": mode})
-    graph = build(switched, max_tokens=max_tokens, last_max_tokens=max_tokens // 4)
+    graph = build(switched, brief_tokens=brief_tokens, max_tokens=max_tokens, last_max_tokens=max_tokens // 4)
     model.reset_prefix_cache()
     agents: list[dict[str, Any]] = []
     with model.trace.subscribed(lambda e: agents.append(e.data["certificate"]) if e.name == "finish" else None):
@@ -72,19 +77,29 @@ def _run(model: ChatPingPong, mode: str, max_tokens: int) -> dict[str, Any]:
     return {"e2e_ms": e2e_ms, "agents": agents, "state": dict(state)}
 
 
-def _setup(command: str, devices: Sequence[str], dtype: str, seed: int) -> dict[str, Any]:
+def _setup(devices: Sequence[str], dtype: str, seed: int, model: str, engine_args: str) -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
     return {
-        "command": command,
+        "command": shlex.join(["python", "-m", "langgraph_pingpong.bench.demo", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": ", ".join([_processor(), f"{os.cpu_count()} cores", *_gpus(devices), platform.system()]),
         "devices": list(devices),
         "dtype": dtype,
         "seed": seed,
-        "model": "SmolLM2-135M-Instruct",
+        "model": model,
+        "engine_args": engine_args,
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def _gpus(devices: Sequence[str]) -> list[str]:
+    """The names of the GPUs, as their driver tells them."""
+    if not devices[0].startswith("cuda"):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
 
 
 def _processor() -> str:
@@ -128,9 +143,10 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
 
 def _setup_lines(setup: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    engines = f"{setup['model']} in {setup['dtype']}, engine arguments {setup['engine_args']}"
     return (
         f"`{setup['command']}`\n\n{setup['date']}; {setup['machine']}; devices {', '.join(setup['devices'])}; "
-        f"{setup['model']} in {setup['dtype']}; seed {setup['seed']}; Python {setup['python']}; {versions}."
+        f"{engines}; seed {setup['seed']}; Python {setup['python']}; {versions}."
     )
 
 

@@ -84,8 +84,8 @@ def run_table(run: Run) -> Table:
 
 def compare_table(off: Run, on: Run) -> Table:
     """Two runs side by side: what each agent's turn took without and with overlap, and what that saves."""
-    headers = ("device", "prompt\ntokens", "pre-\nfilled", "TTFT ms\noff", "\non", "total ms\noff", "\non")
-    table = _table("overlap off and on", (*headers, "saved\nms", "\n%"))
+    headers = ("device", "prompt\ntokens", "pre-\nfilled", "TTFT\noff", "\non", "total\noff", "\non")
+    table = _table("overlap off and on, ms", (*headers, "\nsaved", "\n%"))
     before, after = off.rows, on.rows
     for turn in [*before, *(turn for turn in after if turn not in before)]:
         pair = before.get(turn, {}), after.get(turn, {})
@@ -100,8 +100,8 @@ def compare_table(off: Run, on: Run) -> Table:
 
 def _table(title: str, headers: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.box, table.show_edge, table.padding = SIMPLE_HEAD, False, (0, 1, 0, 0)
-    table.add_column("\nagent", overflow="fold")
+    table.box, table.show_edge, table.padding, table.pad_edge = SIMPLE_HEAD, False, (0, 1, 0, 0), False
+    table.add_column("\nagent", overflow="fold", min_width=len("end to end"))
     for header in headers:
         title = header if "\n" in header else f"\n{header}"
         if header == "device":  # the address of a server can be long: it is broken rather than the figures
@@ -132,7 +132,7 @@ def _pair(rows: tuple[Mapping[str, Any], ...], name: str, form: str = "") -> str
 def _saved(before: float | None, after: float | None) -> tuple[str, str]:
     if before is None or after is None:
         return "-", "-"
-    return _ms(before - after), f"{(before - after) / before:.1%}" if before else "-"
+    return _ms(before - after), f"{(before - after) / before:.0%}" if before else "-"
 
 
 # -- verdict ---------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class ServerProcess:
 
     def start(self, config: EngineConfig) -> None:
         """Start the process, which takes seconds to minutes to be ready."""
-        command = [*server_command(config, self.device), "--host", self.host, "--port", str(self.port)]
+        command = [*server_command(config), "--host", self.host, "--port", str(self.port)]
         environment = {**os.environ, **engine_environment(config, self.device), **_logging()}
         with self.log.open("wb") as log:
             # In a session of its own: an interrupt at the terminal reaches this process alone, which stops them all.
@@ -190,13 +190,10 @@ class LocalServers:
         self.stop()
 
 
-def server_command(config: EngineConfig, device: Device) -> list[str]:
-    """The command of one server, without host and port."""
+def server_command(config: EngineConfig) -> list[str]:
+    """The command of a server, without host and port. Its device is in its environment."""
     args = {**config.vllm_args, **_SERVER_ARGS, **config.engine_args}
     args.pop("disable_log_stats")  # the metrics tell the block size
-    if device.kind == "cuda":
-        width = int(args.get("tensor_parallel_size", 1))
-        args["device_ids"] = ",".join(map(str, range(device.index, device.index + width)))
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(args)]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import os
+import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, refuse_unknown
+from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of, refuse_unknown
 from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.errors import (
@@ -33,13 +34,22 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 # Read by vLLM when an engine is built. Spawn, because a fork would copy this process's threads' locks. The
-# sampler that FlashInfer compiles on the spot costs 100 s at the first start.
+# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings that torch and vLLM give at
+# every start (what is deprecated, what this machine lacks) are for their developers.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_BUILDING = threading.Lock()
+"""Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
+
 _CPU_KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_KV_CACHE_GIB = "2"
 
@@ -100,15 +110,12 @@ class VllmEngine:
             raise EngineStartFailed(f"The engine on {self.device} did not start: {error}") from error
 
     def _build(self) -> AsyncLLM:
-        with _environment(engine_environment(self._config, self._device)):
+        with _BUILDING, _environment(engine_environment(self._config, self._device)):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             args = dict(self._config.vllm_args)
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
-            if self._device.kind == "cuda":
-                width = int(args.get("tensor_parallel_size", 1))
-                args["device_ids"] = list(range(self._device.index, self._device.index + width))
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._defaults = llm.vllm_config.model_config.get_diff_sampling_param()
         return llm
@@ -241,15 +248,15 @@ def check_machine(config: EngineConfig) -> None:
 
 
 def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
-    """The variables that vLLM reads when an engine is built; what the user has set stays, but for a CPU's cores."""
+    """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
     values = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
-    if device.kind != "cpu":
-        return values
+    if device.kind == "cuda":
+        return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
     cores = cores_for(device, config.devices)
     return {
         **values,
         _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        _OWN_CORES: ",".join(map(str, cores)),
     }
 
 
@@ -289,7 +296,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
-        if name == "VLLM_CPU_OMP_THREADS_BIND" or name not in os.environ:
+        if name in (_OWN_CORES, _VISIBLE) or name not in os.environ:
             os.environ[name] = value
     try:
         yield
