@@ -69,11 +69,12 @@ def _logprob(token: str, logprob: float) -> dict[str, Any]:
 
 def _usage(certificate: Certificate) -> UsageMetadata:
     """The call's own tokens; what edges prefilled is in the certificate."""
+    cached = certificate.cached
     return UsageMetadata(
         input_tokens=certificate.prompt_tokens,
         output_tokens=certificate.output_tokens,
         total_tokens=certificate.prompt_tokens + certificate.output_tokens,
-        input_token_details=InputTokenDetails(cache_read=certificate.cached),
+        input_token_details=InputTokenDetails() if cached is None else InputTokenDetails(cache_read=cached),
     )
 
 

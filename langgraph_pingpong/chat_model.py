@@ -31,9 +31,9 @@ from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.planning import PlannedCall, planner_of
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
-from langgraph_pingpong.serving import LazyServing, Serving, make_serving, serving_on
+from langgraph_pingpong.serving import LazyServing, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, Certificate, Session, session_of
-from langgraph_pingpong.settings import ENGINE_SETTINGS, Settings
+from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS, Settings
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
 
@@ -51,6 +51,8 @@ class ChatPingPong(Settings):
     the interpreter. Settings of engines carry vLLM's names.
 
         model = ChatPingPong(model="Qwen/Qwen3-14B-AWQ", devices=["cuda:0", "cuda:1"], max_tokens=256)
+
+    With `base_urls` in place of `devices` the engines are those of vLLM servers, which are not started or stopped.
     """
 
     _lazy: LazyServing = PrivateAttr(default_factory=LazyServing)
@@ -67,8 +69,9 @@ class ChatPingPong(Settings):
         """Start the engines now instead of with the first call.
 
         Raises:
-            ConfigError: the settings cannot work on this machine.
+            ConfigError: the settings cannot work on this machine, or with these servers.
             EngineStartFailed: an engine did not come up.
+            ServerFailed: a server cannot be used.
         """
         self._serving().pool.start()
         return self
@@ -108,6 +111,10 @@ class ChatPingPong(Settings):
             check_parsers(self.tool_parser, self.reasoning_parser)
         if self.pool is not None:
             return serving_on(self.pool, self.model, self.tokenizer, self.chat_template)
+        if self.base_urls is not None:
+            client = {name: getattr(self, name) for name in CLIENT_SETTINGS}
+            client["api_key"] = self.api_key.get_secret_value() if self.api_key else None
+            return serving_of_servers(self.model, self.base_urls, client, self.tokenizer, self.chat_template)
         settings = {name: getattr(self, name) for name in ENGINE_SETTINGS}
         if self.reasoning_parser:  # so that a grammar waits until the reasoning is over
             settings["engine_args"] = {"reasoning_parser": self.reasoning_parser, **self.engine_args}

@@ -6,13 +6,14 @@ import difflib
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
-from langgraph_pingpong.errors import DeviceError, ModelNotFound, UnknownSetting
+from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, UnknownSetting
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
 
@@ -58,6 +59,89 @@ def parse_devices(names: Iterable[str]) -> tuple[Device, ...]:
     if len({device.kind for device in devices}) > 1:
         raise DeviceError(f"Devices of different kinds cannot share a run: {', '.join(map(str, devices))}.")
     return devices
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server's OpenAI API is, for example 'http://a:8000/v1'."""
+
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> ServerAddress:
+        """Read a base URL.
+
+        Raises:
+            BaseUrlError: `text` is no http(s) URL, or holds a user name, a query or a fragment.
+        """
+        if not isinstance(text, str):
+            raise BaseUrlError(f"A base URL is a text, and not {text!r}.")
+        parts = _split_url(text.strip())
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BaseUrlError(f"{_without_user(text)!r} is not an http:// or https:// URL.")
+        if "@" in parts.netloc:
+            raise BaseUrlError(f"{_without_user(text)!r} has a user name or password in it: use api_key= instead.")
+        if parts.query or parts.fragment:
+            raise BaseUrlError(f"{text!r} has a query or fragment, which a base URL cannot have.")
+        return cls(text.strip().rstrip("/"))
+
+    def at_root(self, path: str) -> str:
+        """The URL of what vLLM serves beside its OpenAI API, for example '/metrics'."""
+        return self.url.removesuffix("/v1") + path
+
+    def __str__(self) -> str:
+        """Host, port and what tells servers behind one port apart: 'a:8000', 'gateway:443/second'."""
+        parts = urlsplit(self.url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        return f"{parts.netloc.removesuffix(f':{port}')}:{port}{parts.path.removesuffix('/v1')}"
+
+
+def _split_url(text: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # raises where it is no number
+    except ValueError:
+        return None
+    return parts
+
+
+def _without_user(text: str) -> str:
+    """For messages: what stands before an @ may be a password."""
+    return text.rpartition("@")[2]
+
+
+def parse_base_urls(urls: Iterable[str]) -> tuple[ServerAddress, ...]:
+    """Read a list of base URLs.
+
+    Raises:
+        BaseUrlError: one is malformed or named twice, or none is given.
+    """
+    if isinstance(urls, str) or not isinstance(urls, Iterable):
+        raise BaseUrlError("base_urls is a list of URLs.")
+    addresses = tuple(ServerAddress.parse(url) for url in urls)
+    if not addresses:
+        raise BaseUrlError("No base URL given.")
+    names = [str(address) for address in addresses]
+    for name in names:
+        if names.count(name) > 1:
+            raise BaseUrlError(f"The server {name} is named twice.")
+    return addresses
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Servers to use, and how.
+
+    `model` is what they serve, `timeout` (s) bounds a silence within a request, `max_retries` is the OpenAI client's
+    own setting. `http_client` makes the HTTP client for one server.
+    """
+
+    model: str
+    addresses: tuple[ServerAddress, ...]
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float | None = None
+    max_retries: int | None = None
+    http_client: Callable[[], Any] | None = None
 
 
 def count_devices(kind: str) -> int:

@@ -3,6 +3,9 @@
     PingPongError
     ├── ConfigError                 wrong input, found before any engine starts where that is possible
     │   ├── DeviceError
+    │   ├── BaseUrlError
+    │   ├── SettingOfServers
+    │   ├── WrongServer
     │   ├── UnknownSetting
     │   ├── ModelNotFound
     │   ├── NoChatTemplate
@@ -18,6 +21,8 @@
     └── EngineError
         ├── EngineStartFailed
         ├── EngineDead
+        ├── ServerFailed
+        ├── ServerEnded
         └── CallTimedOut            (also TimeoutError)
 
 Each class carries a one-line `hint` that says what to change; it is part of the message.
@@ -47,6 +52,24 @@ class DeviceError(ConfigError):
     """A device is unknown, absent on this machine, or named twice."""
 
     hint = "Name each device once, like devices=['cuda:0', 'cuda:1'] or ['cpu:0', 'cpu:1']."
+
+
+class BaseUrlError(ConfigError):
+    """The address of a server is malformed, or named twice."""
+
+    hint = "Name each server once, like base_urls=['http://host:8000/v1', 'http://host:8001/v1']."
+
+
+class SettingOfServers(ConfigError):
+    """A setting of engines in this process was given together with servers."""
+
+    hint = "With base_urls= the servers have the engines: give devices and settings where you start them."
+
+
+class WrongServer(ConfigError):
+    """A server serves another model than this side renders prompts for, or they do not serve alike."""
+
+    hint = "Start every server with the same model and max_model_len, and pass model= with its folder or id."
 
 
 class UnknownSetting(ConfigError):
@@ -135,6 +158,18 @@ class EngineDead(EngineError):
     """The engine's process ended while it was needed."""
 
     hint = "Create a new model or pool; the engine's log says why its process ended."
+
+
+class ServerFailed(EngineError):
+    """A server could not be reached, refused the request, failed, or fell silent."""
+
+    hint = "Check base_urls (they end in /v1), api_key, and whether the server runs; its log may say more."
+
+
+class ServerEnded(EngineError):
+    """A server that was started here ended by itself."""
+
+    hint = "The end of its log is above; all of it is kept with --logs FOLDER, and VLLM_LOGGING_LEVEL=DEBUG says more."
 
 
 class CallTimedOut(EngineError, TimeoutError):

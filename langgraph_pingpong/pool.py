@@ -83,6 +83,7 @@ class EnginePool:
         Raises:
             ConfigError: the settings cannot work on this machine.
             EngineStartFailed: an engine did not come up; those that did are shut down again.
+            ServerFailed: a server cannot be used.
             EngineDead: the pool was closed.
         """
         with self._starting:

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 from langgraph_pingpong.config import (
     EngineConfig,
+    ServerConfig,
     context_limit,
     default_devices,
+    parse_base_urls,
     parse_devices,
     refuse_unknown,
     resolve_model,
 )
 from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer
+from langgraph_pingpong.engines.server_engine import build_server_engines
 from langgraph_pingpong.engines.vllm_engine import build_vllm_engines
+from langgraph_pingpong.errors import SettingOfServers
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
@@ -92,17 +96,50 @@ def make_serving(
     return Serving(EnginePool(engines), template, context_limit(config))
 
 
-def engine_pool(model: str | None = None, devices: Sequence[str] | None = None, **settings: Any) -> EnginePool:
+def serving_of_servers(
+    model: str | None,
+    base_urls: Sequence[str],
+    settings: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: str | None = None,
+) -> Serving:
+    """The same for vLLM servers, which are asked when the pool starts.
+
+    `settings` are the fields of `ServerConfig` beside model and addresses. With a tokenizer, `model` may be any name
+    that the servers know.
+
+    Raises:
+        ConfigError: the model or a base URL cannot work.
+    """
+    config = ServerConfig(resolve_model(model), parse_base_urls(base_urls), **settings)
+    template = ChatTemplate(tokenizer or load_tokenizer(config.model), chat_template)
+    return Serving(EnginePool(build_server_engines(config)), template, None)
+
+
+def engine_pool(
+    model: str | None = None,
+    devices: Sequence[str] | None = None,
+    base_urls: Sequence[str] | None = None,
+    **settings: Any,
+) -> EnginePool:
     """Engines for several models to share: `ChatPingPong(pool=engine_pool(...))`.
 
     Args:
         model: a folder or Hugging Face id; None is the default model.
         devices: where engines run, one each; None takes two devices where there are two.
-        settings: of the engines, under vLLM's names: those of `ChatPingPong`, others in `engine_args`.
+        base_urls: vLLM servers to use instead of devices, like 'http://a:8000/v1'.
+        settings: of the engines, under vLLM's names: those of `ChatPingPong`, others in `engine_args`; with servers,
+            `api_key` (a text), `timeout`, `max_retries` and `http_client`.
 
     Raises:
-        ConfigError: the model, a device or a setting cannot work.
+        ConfigError: the model, a device, a base URL or a setting cannot work.
     """
+    if base_urls is not None:
+        if devices is not None:
+            raise SettingOfServers("devices= and base_urls= cannot go together.")
+        names = [f.name for f in fields(ServerConfig) if f.name not in ("model", "addresses")]
+        refuse_unknown(settings, names, "A pool of servers")
+        return serving_of_servers(model, base_urls, settings).pool
     refuse_unknown(settings, [f.name for f in fields(EngineConfig) if f.name not in ("model", "devices")], "A pool")
     return make_serving(model, devices, settings).pool
 

@@ -65,9 +65,9 @@ class Certificate:
 
     All counts are tokens of it: `static` and `streamed` were prefilled by the edge before and while the upstream
     spoke, and are part of the real prompt; `wasted` were prefilled and are not. `cached` is what the engine found
-    in its prefix cache when the call came. `ttft_ms` counts from the moment the upstream finished (for a first
-    node from its own start) to the first token, `total_ms` from there to the last. `ids_equal` compares the ids
-    the engine answered with the fully rendered prompt. `source` tells who foresaw the prompt.
+    in its prefix cache when the call came, None where a server does not tell. `ttft_ms` counts from the moment the
+    upstream finished (for a first node from its own start) to the first token, `total_ms` from there to the last.
+    `ids_equal` compares the ids the engine answered with the fully rendered prompt. `source` tells who foresaw it.
     """
 
     node: str
@@ -77,7 +77,7 @@ class Certificate:
     prompt_tokens: int
     output_tokens: int
     ids_equal: bool
-    cached: int
+    cached: int | None
     static: int
     streamed: int
     wasted: int
@@ -190,11 +190,13 @@ class Session:
         emit = partial(self.emit, call.trace)
         emit("generate.started", call.node, device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
         seen: tuple[int, ...] | None = None
-        cached, said, ttft_ms, unfinished = 0, 0, 0.0, call.request.sampling.get("n", 1)
+        cached: int | None = None
+        said, ttft_ms, unfinished = 0, 0.0, call.request.sampling.get("n", 1)
         async with aclosing(lease.engine.generate(call.request)) as deltas:
             async for delta in deltas:
+                cached = cached if delta.num_cached_tokens is None else delta.num_cached_tokens
                 if seen is None:
-                    seen, cached = delta.prompt_token_ids or (), delta.num_cached_tokens or 0
+                    seen = delta.prompt_token_ids or ()
                     ttft_ms = _ms_since(since)
                     emit("first_token", call.node, device, ttft_ms=ttft_ms, cached=cached)
                 said += len(delta.token_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from langchain_core.language_models import LangSmithParams
@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from langgraph_pingpong.calling import ConfigAwareChatModel
 from langgraph_pingpong.calls import OWN, SAMPLING
-from langgraph_pingpong.config import parse_devices, refuse_unknown
+from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unknown
+from langgraph_pingpong.errors import SettingOfServers
 from langgraph_pingpong.pool import EnginePool
 
 ENGINE_SETTINGS = (
@@ -22,6 +23,9 @@ ENGINE_SETTINGS = (
     "engine_args",
 )
 
+CLIENT_SETTINGS = ("timeout", "max_retries", "http_client")
+"""What is set for the client of servers, beside the key."""
+
 
 class Settings(ConfigAwareChatModel):
     """What a user can set on the model. Settings of engines carry vLLM's names."""
@@ -32,6 +36,8 @@ class Settings(ConfigAwareChatModel):
     """A folder or Hugging Face id; None is the small default model, made ready on first use."""
     devices: Sequence[str] | None = None
     """Where engines run, one each: 'cuda:N', 'cpu:N' or 'fake:N'; None takes two devices where there are two."""
+    base_urls: Sequence[str] | None = None
+    """vLLM servers to use instead of devices, like 'http://a:8000/v1'. `model` says whose tokenizer to use here."""
     max_tokens: int | None = Field(default=None, ge=1)
     """The longest answer, in tokens; None is what the context leaves."""
     temperature: float | None = None
@@ -52,10 +58,18 @@ class Settings(ConfigAwareChatModel):
     """Let `invoke` tell callbacks of each token, too."""
     timeout: float | None = Field(default=None, gt=0)
     """How long a call may take from when its prompt is ready to its last token, in seconds."""
-    max_retries: int | None = None
-    """For compatibility: engines in this process have no requests that get lost, so nothing is sent again."""
+    max_retries: int | None = Field(default=None, ge=0)
+    """How often the OpenAI client may send a request to a server again; None is its own default.
+
+    Engines in this process have no requests that get lost: nothing is sent again.
+    """
     api_key: SecretStr | None = None
-    """For compatibility: engines in this process ask for no key."""
+    """The key that servers ask for. Engines in this process ask for none."""
+    http_client: Callable[[], Any] | None = Field(default=None, exclude=True)
+    """Makes the HTTP client for each server, for TLS and proxies: `lambda: openai.DefaultAsyncHttpxClient(verify=...)`.
+
+    A function, because a client belongs to one event loop: the engines', which is not the caller's.
+    """
     overlap: Literal["on", "off"] = "on"
     """'off' is the same program without prefills: the baseline."""
     defer_downstream: bool = True
@@ -92,6 +106,9 @@ class Settings(ConfigAwareChatModel):
             refuse_unknown(values, names, "ChatPingPong")
             if (devices := values.get("devices")) is not None:
                 parse_devices(devices)
+            if (base_urls := values.get("base_urls")) is not None:
+                parse_base_urls(base_urls)
+                _refuse_settings_of_servers(values)
         return values
 
     @property
@@ -113,3 +130,9 @@ class Settings(ConfigAwareChatModel):
         params["ls_provider"] = self._llm_type
         params.setdefault("ls_model_name", "default")
         return params
+
+
+def _refuse_settings_of_servers(values: dict[str, Any]) -> None:
+    for name in ("devices", "pool", *ENGINE_SETTINGS):
+        if values.get(name) not in (None, {}):
+            raise SettingOfServers(f"{name}= and base_urls= cannot go together.")

@@ -23,7 +23,7 @@ growing config default_model loop engines.main_guard
 tokens pool
 growing_prompt
 streaming_edge edges
-engines.fake_engine engines.vllm_engine engines.vllm_parsers session
+engines.fake_engine engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 calls calling answers
 settings
@@ -37,7 +37,8 @@ HOSTS = {
     "langgraph_sdk": (),
     "langchain": (),
     "vllm": ("engines.vllm_engine", "engines.vllm_parsers"),
-    "torch": ("default_model",),
+    "openai": ("engines.server_engine", "engines.server_processes"),
+    "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine"),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
     "pydantic": ("settings", "tools", "edges.saved", "chat_model", "cli", "bench"),
@@ -143,7 +144,7 @@ def test_private_names_of_langgraph_are_in_one_module() -> None:
     ],
 )
 def test_nothing_heavy_is_imported_before_an_engine_starts(code: str) -> None:
-    check = "\nimport sys; print(sorted({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    check = "\nimport sys; print(sorted({'vllm', 'torch', 'transformers', 'openai'} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code + check], env=environment, capture_output=True, text=True, timeout=60

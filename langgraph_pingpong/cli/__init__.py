@@ -1,4 +1,4 @@
-"""The command line: `pingpong run GRAPH`."""
+"""The command line: `pingpong run GRAPH` and `pingpong serve`."""
 
 from langgraph_pingpong.cli.main import app
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +15,13 @@ from uuid import uuid4
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
+from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
 from langgraph_pingpong.cli.screen import Screen
-from langgraph_pingpong.errors import ConfigError, PingPongError
+from langgraph_pingpong.cli.serve import serve
+from langgraph_pingpong.errors import ConfigError, SettingOfServers
 from langgraph_pingpong.trace import JsonLines
 
 if TYPE_CHECKING:
@@ -58,6 +60,12 @@ Devices = Annotated[
     str | None,
     typer.Option(help="One engine each, like cuda:0,cuda:1; without it two if there are.", rich_help_panel=_MODEL),
 ]
+BaseUrls = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL,URL", help="vLLM servers in place of devices; VLLM_API_KEY is their key.", rich_help_panel=_MODEL
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_MODEL)]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_MODEL)]
 Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_MODEL)]
@@ -86,6 +94,9 @@ def pingpong(
     """Streaming edges for LangGraph on vLLM: the next agent's prefill overlaps this agent's decode."""
 
 
+app.command()(serve)
+
+
 @app.command()
 def run(  # noqa: PLR0913 - a parameter for each option
     graph: GraphName,
@@ -98,6 +109,7 @@ def run(  # noqa: PLR0913 - a parameter for each option
     defer: Defer = True,
     model: ModelName = None,
     devices: Devices = None,
+    base_urls: BaseUrls = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     dtype: Dtype = None,
@@ -112,37 +124,30 @@ def run(  # noqa: PLR0913 - a parameter for each option
     calls = {"temperature": temperature, "seed": seed, "defer_downstream": defer}
     modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
     console = Console()
-    with _plain_errors(), ExitStack() as stack:
+    with plain_errors(), ExitStack() as stack:
         if compare and overlap:
             raise ConfigError("--compare runs with overlap off and on: leave out --overlap.")
         given = read_input(input_file, task)
         build = load_build(graph)
         options = parse_options(build, settings or [])
         lines = stack.enter_context(closing(_open_trace(trace))) if trace else None
-        serving = _serve(model, devices, engines)
+        serving = _serve(model, devices, base_urls, engines)
         stack.callback(serving.pool.close)
         runner = _Runner(serving.pool, _make_model(model, serving, calls), console, lines)
         runs = runner.run(lambda copy: build_graph(build, copy, options), given, modes)
     _report(runs, console, sampled=temperature > 0 and seed is None)
 
 
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Show errors that say what to change without a traceback; all others keep theirs."""
-    try:
-        yield
-    except PingPongError as error:
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted.")
-        raise typer.Exit(130) from None
+def _serve(model: str | None, devices: str | None, base_urls: str | None, engines: dict[str, Any]) -> Serving:
+    # Imported here, as below: --help need not wait for it.
+    from langgraph_pingpong.serving import make_serving, serving_of_servers
 
-
-def _serve(model: str | None, devices: str | None, engines: dict[str, Any]) -> Serving:
-    from langgraph_pingpong.serving import make_serving  # here, as below: --help need not wait for such imports
-
-    return make_serving(model, devices.split(",") if devices else None, engines)
+    if base_urls is None:
+        return make_serving(model, devices.split(",") if devices else None, engines)
+    for name, value in {"devices": devices, **engines}.items():
+        if value is not None:
+            raise SettingOfServers(f"--{name.replace('_', '-')} and --base-urls cannot go together.")
+    return serving_of_servers(model, base_urls.split(","), {"api_key": os.environ.get("VLLM_API_KEY")})
 
 
 def _make_model(model: str | None, serving: Serving, calls: dict[str, Any]) -> ChatPingPong:

@@ -12,8 +12,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from rich.console import JustifyMethod
-
     from langgraph_pingpong.trace import Event
 
 T = TypeVar("T")
@@ -105,8 +103,11 @@ def _table(title: str, headers: Sequence[str]) -> Table:
     table.box, table.show_edge, table.padding, table.pad_edge = SIMPLE_HEAD, False, (0, 1, 0, 0), False
     table.add_column("\nagent", overflow="fold", min_width=len("end to end"))
     for header in headers:
-        justify: JustifyMethod = "left" if header == "device" else "right"
-        table.add_column(header if "\n" in header else f"\n{header}", justify=justify, no_wrap=True)
+        title = header if "\n" in header else f"\n{header}"
+        if header == "device":  # the address of a server can be long: it is broken rather than the figures
+            table.add_column(title, overflow="fold")
+        else:
+            table.add_column(title, justify="right", no_wrap=True)
     return table
 
 

@@ -41,8 +41,9 @@ class Delta:
 
     `text` and `token_ids` are increments. Text that may become a stop string is held back, its ids are not, so the
     two can be apart by a few tokens. `finish_reason` is set on the last delta only. The first delta carries
-    `prompt_token_ids` as the engine saw them and `num_cached_tokens`, the tokens of the prompt that came from its
-    prefix cache. With `n` answers to one prompt, `index` tells them apart, and each has a last delta.
+    `prompt_token_ids` as the engine saw them. `num_cached_tokens`, the tokens of the prompt that came from its prefix
+    cache, is on the first delta, too; on the last one where a server tells it; nowhere where it does not. With `n`
+    answers to one prompt, `index` tells them apart, and each has a last delta.
     """
 
     text: str = ""
@@ -109,8 +110,9 @@ class Engine(Protocol):
         """Bring the engine up; returns when it can serve.
 
         Raises:
-            ConfigError: the settings cannot work on this machine.
+            ConfigError: the settings cannot work on this machine, or with this server.
             EngineStartFailed: the engine did not come up.
+            ServerFailed: the server cannot be used.
         """
 
     async def stop(self) -> None:
@@ -120,11 +122,13 @@ class Engine(Protocol):
         """Stream the answer to a prompt; closing the iterator early aborts the request.
 
         Raises:
-            EngineDead: the engine's process ended.
+            CallRefused: the engine cannot do what the request asks for.
+            EngineDead: the engine's process ended, or the engine is not running.
+            ServerFailed: the server failed or cannot be reached any more.
         """
 
-    async def prefill(self, request: Request) -> int:
-        """Compute the KV cache of a prompt so that later prompts find it; returns the tokens found cached.
+    async def prefill(self, request: Request) -> int | None:
+        """Compute the KV cache of a prompt so that later prompts find it; returns the tokens found cached, if known.
 
         Cancelling aborts the request; whole blocks that were computed stay in the prefix cache.
         """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.errors import CallRefused, EngineDead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -164,6 +165,10 @@ class FakeEngine:
                 self.aborted.append(request.request_id)
 
     async def _compute(self, ids: Sequence[int]) -> int:
+        if self.stopped:
+            raise EngineDead(f"The engine on {self.device} is not running.")
+        if len(ids) >= self.max_model_len:
+            raise CallRefused(f"A prompt of {len(ids)} tokens does not fit into {self.max_model_len}.")
         cached = self.cached_tokens(ids)
         await self._spend((len(ids) - cached) / self.prefill_speed)
         self._cache.update(self._block_keys(ids))

@@ -110,7 +110,7 @@ class VllmEngine:
             raise EngineStartFailed(f"The engine on {self.device} did not start: {error}") from error
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, _environment(self._environment()):
+        with _BUILDING, _environment(engine_environment(self._config, self._device)):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -119,16 +119,6 @@ class VllmEngine:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._defaults = llm.vllm_config.model_config.get_diff_sampling_param()
         return llm
-
-    def _environment(self) -> dict[str, str]:
-        if self._device.kind == "cuda":
-            return {**_ENVIRONMENT, _VISIBLE: ",".join(gpus_of(self._device, self._config.tensor_parallel_size or 1))}
-        cores = cores_for(self._device, self._config.devices)
-        return {
-            **_ENVIRONMENT,
-            _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
-            _OWN_CORES: ",".join(map(str, cores)),
-        }
 
     async def _warm_up(self) -> None:
         """Run a few tokens, so that what happens once only does not land in the first answer."""
@@ -212,7 +202,7 @@ def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, like
         answer.finish_reason,
         answer.stop_reason,
         tuple(output.prompt_token_ids or ()) if first else None,
-        output.num_cached_tokens if first else None,
+        output.num_cached_tokens or 0 if first else None,
         answer.index,
         tuple(_to_logprobs(answer, likeliest)),
     )
@@ -237,13 +227,37 @@ def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:
         MissingMainGuard: the script would start itself again.
         NotEnoughMemory: the engines would not fit into memory together.
     """
+    check_machine(config)
+    check_main_guard()
+    return [VllmEngine(config, device) for device in config.devices]
+
+
+def check_machine(config: EngineConfig) -> None:
+    """Check that this machine can run the engines, as far as that can be known without vLLM.
+
+    Raises:
+        EngineNotInstalled: vLLM is not installed.
+        DeviceError: a device does not exist on this machine.
+        NotEnoughMemory: the engines would not fit into memory together.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise EngineNotInstalled("vLLM is not installed.")
     check_devices(config.devices, config.tensor_parallel_size or 1)
-    check_main_guard()
     if config.devices[0].kind == "cpu":
         check_cpu_memory(config)
-    return [VllmEngine(config, device) for device in config.devices]
+
+
+def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
+    """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
+    values = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    if device.kind == "cuda":
+        return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
+    cores = cores_for(device, config.devices)
+    return {
+        **values,
+        _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
+        _OWN_CORES: ",".join(map(str, cores)),
+    }
 
 
 def check_cpu_memory(config: EngineConfig) -> None:

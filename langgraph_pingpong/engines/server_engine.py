@@ -1,0 +1,372 @@
+"""A vLLM server somewhere else, through the OpenAI client. Only this module and server_processes.py import it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from langgraph_pingpong.config import ServerAddress, ServerConfig
+from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.errors import (
+    CallRefused,
+    EngineDead,
+    PingPongError,
+    ServerFailed,
+    WrongServer,
+)
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types import Completion, CompletionChoice, Model
+    from openai.types.completion_choice import Logprobs
+
+NO_KEY = "none"
+"""What is sent where no key is set: never a key that the environment holds for somebody else's server."""
+
+START_TIMEOUT_S = 20.0
+"""How long a server may take to say what it serves, and to answer one token, in seconds."""
+
+PREFILL_PRIORITY = 1
+"""vLLM serves lower numbers first; answers have 0."""
+
+USUAL_BLOCK_SIZE = 16
+"""vLLM's own on a GPU, for servers that do not tell theirs: an append goes out whenever so many tokens are final."""
+
+_BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
+_REFUSALS = (400, 413, 422)
+_MAX_CAUSE = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a server told of itself. `name` is what requests call the model; lengths are in tokens."""
+
+    name: str
+    max_model_len: int
+    block_size: int = USUAL_BLOCK_SIZE
+    takes_priority: bool = True
+
+
+class ServerEngine:
+    """One copy of the model, behind a vLLM server's `/v1/completions`.
+
+    Prompts go there as token ids and come back in the first chunk. Closing a stream closes its connection, whereupon
+    vLLM aborts the request.
+    """
+
+    def __init__(self, config: ServerConfig, address: ServerAddress, peers: Sequence[ServerEngine] = ()) -> None:
+        self._config = config
+        self._address = address
+        self._peers = peers
+        self._client: AsyncOpenAI | None = None
+        self._served: Served | None = None
+        self._salt: str | None = None
+        self._running: set[str] = set()
+
+    @property
+    def device(self) -> str:
+        """The server, as 'host:port'."""
+        return str(self._address)
+
+    @property
+    def model(self) -> str:
+        """The folder or Hugging Face id of the model, on this side."""
+        return self._config.model
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV cache block, as the server's metrics tell."""
+        return self._known.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt plus answer, in tokens."""
+        return self._known.max_model_len
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were sent and are neither finished nor aborted."""
+        return len(self._running)
+
+    @property
+    def _known(self) -> Served:
+        if self._served is None:
+            raise EngineDead(f"The engine on {self.device} is not running.")
+        return self._served
+
+    # -- start and stop ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Ask the server what it serves, and for one token.
+
+        Raises:
+            WrongServer: it serves another model than `model`, or another context length than the other servers.
+            ServerFailed: it cannot be reached, wants another key, or is no vLLM server.
+        """
+        self._client = await asyncio.to_thread(self._connect)
+        try:
+            with self._clear_errors():
+                models = await self._starting.models.list()
+                self._served = Served(*_served_as(self._config.model, models.data, self.device))
+                self._served = replace(self._served, block_size=await self._ask_block_size())
+                self._compare_with_peers()
+                self._served = replace(self._served, takes_priority=await self._try_priority())
+        except BaseException:
+            await self.stop()
+            raise
+
+    def _connect(self) -> AsyncOpenAI:
+        from openai import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT, AsyncOpenAI, Timeout
+
+        config = self._config
+        silence = DEFAULT_TIMEOUT.read if config.timeout is None else config.timeout
+        return AsyncOpenAI(
+            base_url=self._address.url,
+            api_key=config.api_key or NO_KEY,
+            timeout=Timeout(silence, connect=DEFAULT_TIMEOUT.connect),
+            max_retries=DEFAULT_MAX_RETRIES if config.max_retries is None else config.max_retries,
+            http_client=config.http_client() if config.http_client else None,
+        )
+
+    @property
+    def _starting(self) -> AsyncOpenAI:
+        return self._connected.with_options(timeout=START_TIMEOUT_S, max_retries=0)
+
+    async def _ask_block_size(self) -> int:
+        """From vLLM's metrics, where they can be read: the API does not tell."""
+        from openai import APIStatusError
+
+        try:
+            metrics = await self._starting.get(self._address.at_root("/metrics"), cast_to=str)
+        except APIStatusError:
+            return USUAL_BLOCK_SIZE
+        found = _BLOCK_SIZE.search(metrics)
+        return int(found[1]) if found else USUAL_BLOCK_SIZE
+
+    def _compare_with_peers(self) -> None:
+        mine = self._known
+        for peer in self._peers:
+            if (theirs := peer._served) is not None and theirs.max_model_len != mine.max_model_len:
+                raise WrongServer(
+                    f"{peer.device} holds contexts of {theirs.max_model_len} tokens and {self.device} of "
+                    f"{mine.max_model_len}, and a prompt must fit both."
+                )
+
+    async def _try_priority(self) -> bool:
+        """Whether the server takes priorities. Some releases refuse them without priority scheduling."""
+        try:
+            await self._try_token(PREFILL_PRIORITY)
+        except CallRefused:
+            await self._try_token(0)
+            return False
+        return True
+
+    async def _try_token(self, priority: int) -> None:
+        prompt = (1, 2)
+        with self._clear_errors():
+            answer = await self._complete(self._starting, prompt, {"max_tokens": 1}, priority)
+        if [_extra(choice, "prompt_token_ids") for choice in answer.choices] != [list(prompt)]:
+            raise ServerFailed(f"{self.device} does not answer with the token ids of the prompt, as vLLM does.")
+
+    async def stop(self) -> None:
+        """Let go of the server, which runs on; open requests fail."""
+        client, self._client, self._served = self._client, None, None
+        if client is not None:
+            await client.close()
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+        """Stream the answer; closing the iterator early aborts the request.
+
+        Raises:
+            CallRefused: the server cannot do what the request asks for.
+            ServerFailed: the server failed, cannot be reached, or ended its answer too early.
+            EngineDead: the engine was stopped.
+        """
+        with self._in_flight(request) as client:
+            stream = await client.completions.create(
+                model=self._known.name,
+                prompt=list(request.prompt_token_ids),
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=self._body(request.sampling),
+            )
+            async with stream, aclosing(self._deltas(stream, request.sampling)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def prefill(self, request: Request) -> int | None:
+        """Compute a prompt's KV cache, after the answers that wait, where the server takes priorities.
+
+        vLLM refuses `max_tokens=0`, so one token is sampled and dropped.
+        """
+        with self._in_flight(request) as client:
+            once = client.with_options(max_retries=0)  # a prefill is a hint: the answer does without
+            bare = {"max_tokens": 1, "temperature": 0.0}
+            answer = await self._complete(once, request.prompt_token_ids, bare, PREFILL_PRIORITY)
+            return _cached_tokens(answer)
+
+    async def reset_prefix_cache(self) -> None:
+        """Find no cached prefix any more: what is sent from now on carries a new salt. Others' cache stays."""
+        self._salt = secrets.token_urlsafe(32)
+
+    async def _complete(
+        self, client: AsyncOpenAI, prompt: Sequence[int], sampling: Mapping[str, Any], priority: int
+    ) -> Completion:
+        body = self._body(sampling)
+        if priority and self._known.takes_priority:
+            body["priority"] = priority
+        return await client.completions.create(model=self._known.name, prompt=list(prompt), extra_body=body)
+
+    def _body(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """What OpenAI's API does not have; vLLM's names for it are those of `SamplingParams`."""
+        salt = {"cache_salt": self._salt} if self._salt else {}
+        return {**sampling, **salt, "return_token_ids": True}
+
+    async def _deltas(self, chunks: AsyncIterable[Completion], sampling: Mapping[str, Any]) -> AsyncGenerator[Delta]:
+        """The chunks as deltas. The last one waits for the usage, which follows it and tells what was cached."""
+        likeliest, unfinished = sampling.get("logprobs") or 0, sampling.get("n", 1)
+        last, first, cached = None, True, None
+        async for chunk in chunks:
+            cached = _cached_tokens(chunk)
+            for choice in chunk.choices:
+                delta, first = _to_delta(choice, first, likeliest), False
+                unfinished -= delta.finish_reason is not None
+                if unfinished:
+                    yield delta
+                else:
+                    last = delta
+        if last is None:
+            raise ServerFailed(f"{self.device} ended its answer before it was complete.")
+        yield replace(last, num_cached_tokens=cached)
+
+    @property
+    def _connected(self) -> AsyncOpenAI:
+        if self._client is None:
+            raise EngineDead(f"The engine on {self.device} is not running.")
+        return self._client
+
+    @contextmanager
+    def _in_flight(self, request: Request) -> Iterator[AsyncOpenAI]:
+        client = self._connected
+        self._running.add(request.request_id)
+        try:
+            with self._clear_errors():
+                yield client
+        finally:
+            self._running.discard(request.request_id)
+
+    # -- errors --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        """Whatever goes wrong with the server, from refused connections to answers that are no JSON, in one form."""
+        try:
+            yield
+        except PingPongError:
+            raise
+        except Exception as error:
+            if self._has_key(str(error)):  # the server quotes the key that it refuses: keep it out of tracebacks
+                raise self._in_our_words(error) from None
+            raise self._in_our_words(error) from error
+
+    def _in_our_words(self, error: Exception) -> PingPongError:
+        from openai import APIConnectionError, APIError, APITimeoutError
+
+        if self._client is None:
+            return EngineDead(f"The engine on {self.device} was stopped during the request.")
+        if isinstance(error, APITimeoutError):
+            return ServerFailed(f"{self.device} did not answer in time.")
+        if isinstance(error, APIConnectionError):
+            return ServerFailed(f"The connection to {self.device} failed: {self._why(error)}")
+        if not isinstance(error, APIError):
+            return ServerFailed(f"The answer of {self.device} broke off or could not be read: {self._why(error)}")
+        status, words = _status(error), self._without_key(_words(error))
+        if status in _REFUSALS:
+            return CallRefused(f"{self.device} refused the call: {words}")
+        return ServerFailed(f"{self.device} answered with {f'status {status}' if status else 'an error'}: {words}")
+
+    def _why(self, error: Exception) -> str:
+        cause = error.__cause__ or error
+        return self._without_key(f"{type(cause).__name__}: {cause}"[:_MAX_CAUSE])
+
+    def _has_key(self, text: str) -> bool:
+        return bool(self._config.api_key) and str(self._config.api_key) in text
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(str(self._config.api_key), "***") if self._has_key(text) else text
+
+
+def _status(error: Any) -> int | None:
+    """Of the response, or that of an error within a stream, which began well."""
+    if (status := getattr(error, "status_code", None)) is not None:
+        return int(status)
+    code = error.body.get("code") if isinstance(error.body, dict) else None
+    return code if isinstance(code, int) else None
+
+
+def _words(error: Any) -> str:
+    """What the server says of an error, without the rest of what it sent."""
+    body = error.body
+    words = body.get("message") if isinstance(body, dict) else body
+    return str(words or error.message)[:_MAX_CAUSE]
+
+
+def _served_as(model: str, cards: Sequence[Model], device: str) -> tuple[str, int]:
+    """The served name that fits a model on this side, and the longest prompt plus answer, in tokens."""
+    lengths = [length for card in cards if (length := _extra(card, "max_model_len"))]
+    if not lengths:
+        raise ServerFailed(f"{device} does not tell its max_model_len, as vLLM does.")
+    for card in cards:
+        if model in (card.id, _extra(card, "root")):
+            return card.id, int(lengths[0])
+    for card in cards:  # one folder can be at two places
+        if PurePath(model).name in {PurePath(name).name for name in (card.id, _extra(card, "root")) if name}:
+            return card.id, int(lengths[0])
+    served = ", ".join(card.id for card in cards)
+    raise WrongServer(f"{device} serves {served}, and this side has the model {model}.")
+
+
+def _extra(answer: Any, name: str) -> Any:
+    """A field that vLLM adds to OpenAI's API."""
+    return (answer.model_extra or {}).get(name)
+
+
+def _cached_tokens(answer: Completion) -> int | None:
+    """Known where the server was started with `--enable-prompt-tokens-details`."""
+    details = answer.usage.prompt_tokens_details if answer.usage else None
+    return details.cached_tokens if details else None
+
+
+def _to_delta(choice: CompletionChoice, first: bool, likeliest: int) -> Delta:
+    return Delta(
+        choice.text,
+        tuple(_extra(choice, "token_ids") or ()),
+        choice.finish_reason or None,
+        _extra(choice, "stop_reason"),
+        tuple(_extra(choice, "prompt_token_ids") or ()) if first else None,
+        index=choice.index,
+        logprobs=tuple(_to_logprobs(choice.logprobs, likeliest)) if choice.logprobs else (),
+    )
+
+
+def _to_logprobs(logprobs: Logprobs, likeliest: int) -> Iterator[TokenLogprob]:
+    """For each token there is one table of the sampled token and the likeliest ones, by their texts."""
+    tables = logprobs.top_logprobs or ()
+    for token, logprob, table in zip(logprobs.tokens or (), logprobs.token_logprobs or (), tables, strict=False):
+        ranked = sorted((table or {}).items(), key=lambda each: -each[1])[:likeliest]
+        yield TokenLogprob(token, logprob, tuple(ranked))
+
+
+def build_server_engines(config: ServerConfig) -> list[ServerEngine]:
+    """One engine for each server, not started yet."""
+    engines: list[ServerEngine] = []
+    engines += [ServerEngine(config, address, peers=engines) for address in config.addresses]
+    return engines

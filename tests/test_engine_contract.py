@@ -1,0 +1,238 @@
+"""What every engine promises: the modelled one, vLLM in this process, and vLLM's server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
+from langgraph_pingpong.engines.base import Delta, Engine, Request
+from langgraph_pingpong.engines.fake_engine import fake_tokenizer
+from langgraph_pingpong.engines.server_engine import ServerEngine
+from langgraph_pingpong.engines.vllm_engine import VllmEngine
+from langgraph_pingpong.errors import CallRefused, EngineDead
+from langgraph_pingpong.tokens import ChatTemplate
+
+T = TypeVar("T")
+
+QUESTION = "Name three animals of a tide pool, and say in a sentence each how they live there."
+LONG = "The tide comes in, and the tide goes out, and the crab waits under its stone. " * 12
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine on its pool's loop; `spare` is another of its kind that may be stopped."""
+
+    pool: EnginePool
+    template: ChatTemplate
+    spare: Engine
+    samples: bool
+
+    @property
+    def engine(self) -> Engine:
+        return self.pool.engines[0]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.pool.loop.run(work)
+
+    def request(self, text: str = QUESTION, **sampling: Any) -> Request:
+        ids = self.template.prompt_ids([{"role": "user", "content": text}])
+        return Request(tuple(ids), {"temperature": 0.0, "max_tokens": 12, **sampling})
+
+    def answer(self, text: str = QUESTION, **sampling: Any) -> list[Delta]:
+        return self.run(deltas(self.engine, self.request(text, **sampling)))
+
+
+@pytest.fixture(
+    params=[
+        "fake",
+        pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.timeout(600)]),
+        pytest.param("server", marks=[pytest.mark.engine, pytest.mark.timeout(600)]),
+    ]
+)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    if request.param == "fake":
+        tokenizer = fake_tokenizer()
+        with EnginePool([FakeEngine(tokenizer=tokenizer)]) as pool:
+            yield Subject(pool, ChatTemplate(tokenizer), FakeEngine(tokenizer=tokenizer), samples=False)
+        return
+    model: ChatPingPong = request.getfixturevalue("real_model" if request.param == "vllm" else "server_model")
+    serving = model._serving()
+    engine = serving.pool.engines[0]
+    spare: Engine
+    if isinstance(engine, ServerEngine):
+        spare = ServerEngine(engine._config, engine._address)
+        serving.pool.loop.run(spare.start())
+    else:
+        assert isinstance(engine, VllmEngine)
+        spare = VllmEngine(engine._config, engine._device)  # a second one on these cores takes a minute: not started
+    model.reset_prefix_cache()
+    yield Subject(serving.pool, serving.template, spare, samples=True)
+    serving.pool.loop.run(spare.stop())
+    assert [each.num_unfinished for each in serving.pool.engines] == [0, 0]
+
+
+async def deltas(engine: Engine, asked: Request) -> list[Delta]:
+    return [delta async for delta in engine.generate(asked)]
+
+
+def text(said: list[Delta], index: int = 0) -> str:
+    return "".join(delta.text for delta in said if delta.index == index)
+
+
+def ids(said: list[Delta]) -> list[int]:
+    return [token_id for delta in said for token_id in delta.token_ids]
+
+
+def cached(said: list[Delta]) -> list[int]:
+    return [delta.num_cached_tokens for delta in said if delta.num_cached_tokens is not None]
+
+
+def test_says_what_it_is(subject: Subject) -> None:
+    assert subject.engine.device
+    assert subject.engine.block_size > 1
+    assert subject.engine.max_model_len > 1000
+    assert subject.engine.num_unfinished == 0
+
+
+def test_the_likeliest_answer_is_always_the_same(subject: Subject) -> None:
+    first, second = subject.answer(), subject.answer()
+    assert text(first)
+    assert (text(first), ids(first)) == (text(second), ids(second))
+    assert text(subject.answer(LONG)) != text(first)
+
+
+def test_the_first_delta_has_the_prompts_ids_and_no_other(subject: Subject) -> None:
+    said = subject.answer()
+    assert said[0].prompt_token_ids == subject.request().prompt_token_ids
+    assert {delta.prompt_token_ids for delta in said[1:]} == {None}
+
+
+def test_what_was_cached_is_told_once_at_the_start_or_the_end(subject: Subject) -> None:
+    said = subject.answer()
+    assert cached(said) == [0]
+    assert cached([said[0], said[-1]]) == [0]
+
+
+def test_the_last_delta_has_the_reason_and_no_other(subject: Subject) -> None:
+    said = subject.answer(max_tokens=5)
+    assert [delta.finish_reason for delta in said] == [*[None] * (len(said) - 1), "length"]
+    assert len(ids(said)) == 5
+
+
+def test_an_answer_that_is_complete_says_stop(subject: Subject) -> None:
+    said = subject.answer(structured_outputs={"choice": ["yes"]}, max_tokens=400)
+    assert said[-1].finish_reason == "stop"
+    if subject.samples:
+        assert text(said) == "yes"
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_shown(subject: Subject) -> None:
+    whole = text(subject.answer(max_tokens=24))
+    word = whole.split()[3]
+    said = subject.answer(max_tokens=24, stop=[word])
+    assert text(said) == whole[: whole.index(word)]
+    assert (said[-1].finish_reason, said[-1].stop_reason) == ("stop", word)
+
+
+def test_several_answers_have_a_last_delta_each(subject: Subject) -> None:
+    said = subject.answer(n=2, max_tokens=4, temperature=1.0, seed=3, ignore_eos=True)
+    assert [delta.finish_reason for delta in said if delta.finish_reason] == ["length", "length"]
+    assert said[-1].finish_reason == "length"
+    assert said[0].prompt_token_ids == subject.request().prompt_token_ids
+    for index in range(2):
+        assert len(ids([delta for delta in said if delta.index == index])) == 4
+    assert (text(said, 0) != text(said, 1)) == subject.samples
+
+
+def test_a_seed_makes_sampling_repeatable(subject: Subject) -> None:
+    texts = [text(subject.answer(temperature=1.0, seed=seed)) for seed in (7, 7, 8)]
+    assert texts[0] == texts[1]
+    if subject.samples:
+        assert texts[1] != texts[2]
+
+
+def test_each_token_has_its_logprob(subject: Subject) -> None:
+    said = subject.answer(max_tokens=3, logprobs=2)
+    tokens = [token for delta in said for token in delta.logprobs]
+    assert len(tokens) == len(ids(said)) == 3
+    for token in tokens:
+        assert token.logprob <= 0.0
+        assert token.top[0] == (token.token, token.logprob)
+        assert [len(token.top), token.top[0][1] >= token.top[1][1]] == [2, True]
+    assert all(not token.top for delta in subject.answer(max_tokens=2, logprobs=0) for token in delta.logprobs)
+
+
+def test_a_prefill_is_found_in_whole_blocks(subject: Subject) -> None:
+    asked, block = subject.request(LONG), subject.engine.block_size
+    size = len(asked.prompt_token_ids)
+    first = block * 3 + 5
+    assert first < size
+    assert subject.run(subject.engine.prefill(Request(asked.prompt_token_ids[:first]))) == 0
+    assert subject.run(subject.engine.prefill(asked)) == block * 3
+    warm = subject.answer(LONG)
+    assert cached(warm) == [(size - 1) // block * block]
+    subject.run(subject.engine.reset_prefix_cache())
+    cold = subject.answer(LONG)
+    assert cached(cold) == [0]
+    assert ids(cold) == ids(warm)
+
+
+def test_an_answer_that_is_left_is_aborted(subject: Subject) -> None:
+    async def leave() -> int:
+        async with aclosing(subject.engine.generate(subject.request(max_tokens=500))) as answer:
+            await anext(answer)
+            return subject.engine.num_unfinished
+
+    expected = text(subject.answer())
+    assert subject.run(leave()) == 1
+    assert subject.engine.num_unfinished == 0
+    assert text(subject.answer()) == expected
+
+
+def test_a_prefill_that_is_cancelled_is_aborted(subject: Subject) -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(subject.engine.prefill(subject.request(LONG * 4)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    subject.run(cancel())
+    assert subject.engine.num_unfinished == 0
+    assert text(subject.answer())
+
+
+def test_requests_run_side_by_side(subject: Subject) -> None:
+    questions = [f"Count to {number}." for number in (3, 5, 7)]
+
+    async def together() -> list[list[Delta]]:
+        return await asyncio.gather(*(deltas(subject.engine, subject.request(each)) for each in questions))
+
+    assert [text(said) for said in subject.run(together())] == [text(subject.answer(each)) for each in questions]
+    assert subject.engine.num_unfinished == 0
+
+
+def test_a_prompt_that_is_too_long_is_refused(subject: Subject) -> None:
+    too_long = Request(subject.request().prompt_token_ids[:1] * (subject.engine.max_model_len + 1), {"max_tokens": 1})
+    with pytest.raises(CallRefused):
+        subject.run(deltas(subject.engine, too_long))
+    with pytest.raises(CallRefused):
+        subject.run(subject.engine.prefill(too_long))
+    assert subject.engine.num_unfinished == 0
+    assert text(subject.answer())
+
+
+def test_stopping_twice_is_safe_and_ends_the_service(subject: Subject) -> None:
+    subject.run(subject.spare.stop())
+    subject.run(subject.spare.stop())
+    with pytest.raises(EngineDead):
+        subject.run(deltas(subject.spare, subject.request()))
+    with pytest.raises(EngineDead):
+        subject.run(subject.spare.prefill(subject.request()))
