@@ -144,7 +144,7 @@ class StreamingEdge:
         """Stop appending and give the lease back: no call will use what was prefilled."""
         self.stop()
         self.lease.release()
-        self._emit("edge.dropped", reason=reason, wasted=self._done + self._misled)
+        self._emit("edge.dropped", reason=reason, source=self.upcoming.source, wasted=self._done + self._misled)
 
     def stop(self) -> None:
         """Stop appending, aborting what is under way."""

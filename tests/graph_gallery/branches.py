@@ -25,7 +25,7 @@ def speaker(model: ChatPingPong, role: str, reads: str, writes: str, effects: li
     return node
 
 
-@scenario("writer -Command-> critic", dry_run=("critic",))
+@scenario("writer -Command-> critic")
 def command_goto(model: ChatPingPong) -> Scene:
     """A node that returns `Command(goto, update)` and has no edge."""
     effects: list[str] = []
@@ -53,7 +53,7 @@ def command_beside_an_edge(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(), tasks(), effects)
 
 
-@scenario("writer -> critic | editor", dry_run=("critic", "editor"))
+@scenario("writer -> critic | editor")
 def conditional_edge(model: ChatPingPong) -> Scene:
     """The next node depends on what the writer said."""
     effects: list[str] = []

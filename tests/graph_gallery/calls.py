@@ -129,7 +129,7 @@ def own_threads_in_a_node(model: ChatPingPong) -> Scene:
     return Scene(chain(("writer", writer), ("critic", critic)), tasks())
 
 
-@scenario("writer (with_retry) -> critic (with_fallbacks) -> editor (retried parser)")
+@scenario("writer (with_retry) -> critic (with_fallbacks) -> editor (retried parser)", pure=False)
 def retries_and_fallbacks(model: ChatPingPong) -> Scene:
     """`with_retry`, `with_fallbacks` and a sequence whose parser fails the first time."""
     effects: list[str] = []

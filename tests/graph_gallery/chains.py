@@ -24,7 +24,7 @@ def chain(*nodes: tuple[str, Any]) -> Pregel[Any, Any, Any, Any]:
     return builder.add_edge(START, nodes[0][0]).add_edge(nodes[-1][0], END).compile()
 
 
-@scenario("writer -> critic -> editor", dry_run=("critic", "editor"))
+@scenario("writer -> critic -> editor")
 def sync_functions(model: ChatPingPong) -> Scene:
     """Plain functions, each calling the model once."""
     effects: list[str] = []
@@ -44,7 +44,7 @@ def sync_functions(model: ChatPingPong) -> Scene:
     return Scene(chain(("writer", writer), ("critic", critic), ("editor", editor)), tasks(), effects)
 
 
-@scenario("writer -> critic -> editor", dry_run=("critic", "editor"))
+@scenario("writer -> critic -> editor")
 def async_functions(model: ChatPingPong) -> Scene:
     """Async functions that await the model."""
     effects: list[str] = []
@@ -82,7 +82,7 @@ def mixed_functions(model: ChatPingPong) -> Scene:
     return Scene(chain(("writer", writer), ("critic", critic), ("editor", editor)), tasks(), ways=ASYNC_WAYS)
 
 
-@scenario("writer -> critic", dry_run=("critic",))
+@scenario("writer -> critic")
 def lcel_as_nodes(model: ChatPingPong) -> Scene:
     """`prompt | model | parser | dict` as the node itself."""
 
@@ -107,7 +107,7 @@ def sequences_of_library_steps(model: ChatPingPong) -> Scene:
     return Scene(chain(*nodes, ("editor", node("editor", "notes", "final").with_config(tags=["last"]))), tasks())
 
 
-@scenario("writer -> critic", dry_run=("critic",))
+@scenario("writer -> critic")
 def lcel_assign_as_nodes(model: ChatPingPong) -> Scene:
     """`RunnablePassthrough.assign` as the node, which returns the whole state."""
     write = ChatPromptTemplate.from_template("Write about this: {task}") | model | StrOutputParser()
@@ -139,7 +139,7 @@ def talk_inputs() -> list[dict[str, Any]]:
     return [{"messages": [HumanMessage(task["task"], id="asked")]} for task in tasks()]
 
 
-@scenario("writer -> critic -> editor", dry_run=("critic", "editor"))
+@scenario("writer -> critic -> editor")
 def message_history(model: ChatPingPong) -> Scene:
     """`add_messages`: each node sees all messages so far, behind a system message of its own."""
 

@@ -97,7 +97,7 @@ def send_in_a_command(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(), tasks(), effects)
 
 
-@scenario("writer -> critic, editor, clerk", parallel=True, dry_run=("critic", "editor", "clerk"))
+@scenario("writer -> critic, editor, clerk", parallel=True)
 def fan_out(model: ChatPingPong) -> Scene:
     """Three nodes read the same draft at the same time."""
     effects: list[str] = []
@@ -120,7 +120,7 @@ def fan_out_of_declared_nodes(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(), tasks())
 
 
-@scenario("poet, scholar -> join", parallel=True, dry_run=("join",))
+@scenario("poet, scholar -> join", parallel=True)
 def fan_in(model: ChatPingPong) -> Scene:
     """Two nodes at the same time, and one that reads both."""
     effects: list[str] = []

@@ -238,7 +238,7 @@ def turns_on_one_thread(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(checkpointer=InMemorySaver()), [task["task"] for task in tasks()], effects, story)
 
 
-@scenario("clerk, critic (fails once) -> editor, run again", parallel=True)
+@scenario("clerk, critic (fails once) -> editor, run again", parallel=True, pure=False)
 def resumed_after_an_error(model: ChatPingPong) -> Scene:
     """One of two nodes fails after its model call; the second run repeats only that one."""
     effects: list[str] = []

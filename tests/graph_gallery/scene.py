@@ -91,9 +91,9 @@ Build = Callable[[ChatPingPong], Scene]
 class Scenario:
     """A small graph of the gallery.
 
-    `parallel` says that nodes run at the same time, so that the order of what they emit is not fixed. `dry_run` names
-    the pure nodes, which may run on states that never happen. `declared` names nodes whose prompts are foreseen from
-    the first round on. `unplanned` says that planning fails, which no one must notice. `reply` answers a prompt.
+    `parallel` says that nodes run at the same time, so that the order of what they emit is not fixed. `declared` names
+    nodes whose prompts are foreseen from the first round on. `unplanned` says that planning fails, which no one must
+    notice. Nodes that are `pure` may run on states that never happen. `reply` answers a prompt.
     """
 
     name: str
@@ -102,9 +102,9 @@ class Scenario:
     build: Build
     reply: Callable[[str], str]
     parallel: bool = False
-    dry_run: frozenset[str] = frozenset()
     declared: frozenset[str] = frozenset()
     unplanned: bool = False
+    pure: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -118,9 +118,9 @@ def scenario(
     shape: str,
     *,
     parallel: bool = False,
-    dry_run: Sequence[str] = (),
     declared: Sequence[str] = (),
     unplanned: bool = False,
+    pure: bool = True,
     replies: Mapping[str, str] | Callable[[str], str] | None = None,
 ) -> Callable[[Build], Build]:
     """Put a function that builds a scene into the gallery; its docstring describes the scenario."""
@@ -128,8 +128,8 @@ def scenario(
 
     def register(build: Build) -> Build:
         name, description = build.__name__, (build.__doc__ or "").strip()
-        sets = frozenset(dry_run), frozenset(declared)
-        SCENARIOS.append(Scenario(name, description, shape, build, reply, parallel, *sets, unplanned))
+        foreseen = frozenset(declared)
+        SCENARIOS.append(Scenario(name, description, shape, build, reply, parallel, foreseen, unplanned, pure))
         return build
 
     return register

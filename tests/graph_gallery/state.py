@@ -271,7 +271,7 @@ def cached_nodes(model: ChatPingPong) -> Scene:
     return Scene(builder.compile(cache=InMemoryCache()), tasks(), effects)
 
 
-@scenario("writer (fails twice) -> critic")
+@scenario("writer (fails twice) -> critic", pure=False)
 def retried_node(model: ChatPingPong) -> Scene:
     """A retry policy on a node that fails after its model call, with another prompt each time."""
     effects: list[str] = []

@@ -40,7 +40,7 @@ def memo(model: ChatPingPong, effects: list[str], **compiling: Any) -> Pregel[An
     return builder.add_edge(START, "judge").add_edge("judge", "summarizer").compile(**compiling)
 
 
-@scenario("writer -> [critic -> clerk] -> editor", dry_run=("critic", "clerk", "editor"))
+@scenario("writer -> [critic -> clerk] -> editor")
 def subgraph_as_node(model: ChatPingPong) -> Scene:
     """A compiled graph as a node, over the same keys."""
     effects: list[str] = []
