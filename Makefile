@@ -6,7 +6,7 @@ DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input g
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo bench test check install-cpu install-cuda
+.PHONY: demo bench test suites check install-cpu install-cuda
 
 demo: .venv/.ready
 	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
@@ -17,6 +17,10 @@ bench: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/pytest
+
+# The test suites of LangGraph and LangChain with edges behind every model call; see docs/upstream-suites.md.
+suites: .venv/.ready
+	.venv/bin/python scripts/upstream_suites.py --quick
 
 check: .venv/.ready
 	.venv/bin/ruff check .
