@@ -29,7 +29,7 @@ from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, ope
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.loop import LoopThread
-from langgraph_pingpong.planning import PlannedCall, planner_of
+from langgraph_pingpong.planning import PlannedCall, cache_salt, planner_of
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
 from langgraph_pingpong.serving import LazyServing, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, Certificate, Session, session_of
@@ -279,7 +279,7 @@ class ChatPingPong(Settings):
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
         sampling, read = self._reading(serving, terms, ids)
-        request = Request(ids, {"max_tokens": room, **sampling})
+        request = Request(ids, {"max_tokens": room, **sampling}, cache_salt=cache_salt(config))
         if task is None:
             return _Prepared(serving, Call(request, read=read, trace=self._trace))
         key = CallKey(task.site, push=task.push)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import hashlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+from langchain_core.runnables import RunnableConfig
 
 from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
@@ -100,7 +103,7 @@ class Planner:
         task = record.task
         if task is None:  # it is over already
             return []
-        tenant = task.config["configurable"].get("tenant")
+        tenant = tenant_of(task.config)
         spec = spec_of(task)
         record.spec = weakref.ref(spec)
         note_sources(record, state_of(task), input_of(task))
@@ -123,6 +126,18 @@ class Planner:
             if len(self._books) > MAX_RUNS:
                 self._books.popitem(last=False)
             return book
+
+
+def tenant_of(config: RunnableConfig) -> Hashable:
+    """Whose run it is: tenants do not learn from each other and share no cached prefixes. None is a tenant, too."""
+    tenant: Hashable = config.get("configurable", {}).get("tenant")
+    return tenant
+
+
+def cache_salt(config: RunnableConfig) -> str | None:
+    """What keeps a tenant's cached prefixes apart on the engines. It does not tell who the tenant is."""
+    tenant = tenant_of(config)
+    return None if tenant is None else hashlib.sha256(repr(tenant).encode()).hexdigest()
 
 
 def _upcoming(ahead: Ahead, template: ChatTemplate) -> Upcoming:

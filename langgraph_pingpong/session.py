@@ -271,7 +271,8 @@ class Session:
             return
         place = earlier.lease if earlier else self.pool.lease(lease.index + ahead, avoid=lease.index)
         assert upstream.key is not None, "only calls of a graph have edges"
-        edge = StreamingEdge(upcoming, upstream.key, place, partial(self.emit, upstream.trace))
+        emit = partial(self.emit, upstream.trace)
+        edge = StreamingEdge(upcoming, upstream.key, place, emit, upstream.request.cache_salt)
         self._edges[upcoming.key] = edge
         for key, said in self._said.items():
             edge.feed(key, "".join(said))

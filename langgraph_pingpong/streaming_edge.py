@@ -52,13 +52,16 @@ class StreamingEdge:
     Appends are growing prefixes of whole cache blocks, one at a time: what became final meanwhile goes out together.
     """
 
-    def __init__(self, upcoming: Upcoming, upstream: CallKey, lease: Lease, emit: Emit) -> None:
+    def __init__(
+        self, upcoming: Upcoming, upstream: CallKey, lease: Lease, emit: Emit, cache_salt: str | None = None
+    ) -> None:
         self.upcoming = upcoming
         self.lease = lease
         self.upstreams: frozenset[Hashable] = upcoming.prompt.calls | {upstream}
         """The calls whose failure makes the edge worthless."""
         self._upstream = upstream.node
         self._emit_event = emit
+        self._cache_salt = cache_salt
         self._grown = asyncio.Event()
         self._sent = 0  # tokens in the longest append that was started
         self._done = 0  # tokens in the longest append that is complete
@@ -106,7 +109,7 @@ class StreamingEdge:
     async def _append(self, tokens: int) -> None:
         started = self._emit("append.started", tokens=tokens)
         self._sent = tokens
-        request = Request(tuple(self.upcoming.prompt.ids[:tokens]))
+        request = Request(tuple(self.upcoming.prompt.ids[:tokens]), cache_salt=self._cache_salt)
         cached = await self.lease.engine.prefill(request)
         self._done = tokens
         self._appends += 1

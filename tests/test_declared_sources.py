@@ -49,7 +49,7 @@ def model() -> Iterator[ChatPingPong]:
     """Two modelled engines whose answers take about 100 ms, so that plans and appends have time to happen."""
     with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160) as model:
         for engine in model._serving().pool.engines:
-            engine.time_scale = 0.06  # type: ignore[attr-defined]
+            engine.time_scale = 0.15  # type: ignore[attr-defined]
         yield model
 
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pytest
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
-from langgraph_pingpong.engines.base import Delta, Engine, Request
+from langgraph_pingpong.engines.base import Delta, Engine, Request, new_request_id
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.server_engine import ServerEngine
 from langgraph_pingpong.engines.vllm_engine import VllmEngine
@@ -182,6 +182,16 @@ def test_a_prefill_is_found_in_whole_blocks(subject: Subject) -> None:
     cold = subject.answer(LONG)
     assert cached(cold) == [0]
     assert ids(cold) == ids(warm)
+
+
+def test_prompts_with_another_salt_share_no_cache(subject: Subject) -> None:
+    asked = subject.request(LONG)
+    salted, other = replace(asked, cache_salt="one"), replace(asked, cache_salt="two")
+    assert [subject.run(subject.engine.prefill(each)) for each in (asked, salted, other)] == [0, 0, 0]
+    block = subject.engine.block_size
+    whole = (len(asked.prompt_token_ids) - 1) // block * block
+    again = [replace(each, request_id=new_request_id()) for each in (asked, salted)]
+    assert [cached(subject.run(deltas(subject.engine, each))) for each in again] == [[whole], [whole]]
 
 
 def test_an_answer_that_is_left_is_aborted(subject: Subject) -> None:

@@ -330,6 +330,20 @@ class TestLearned:
         _, same = run(model, graph, given(3), {"configurable": {"tenant": "one"}})
         assert same["writer"]["source"] == "learned"
 
+    def test_tenants_share_no_cached_prefix(self, model: ChatPingPong) -> None:
+        graph = chain(model)
+        for tenant in ("one", "one", "two", None):
+            run(model, graph, given(1), {"configurable": {"tenant": tenant}})
+        engines: Any = model._serving().pool.engines
+        requests = [request for engine in engines for request in engine.requests]
+        prefills = [request for engine in engines for request in engine.prefills]
+        salts = {request.cache_salt for request in requests}
+        assert len(salts) == 3 and None in salts
+        assert not any("one" in salt or "two" in salt for salt in salts if salt)
+        assert {request.cache_salt for request in prefills} == {requests[0].cache_salt}  # only "one" had a second run
+        _, again = run(model, graph, given(1), {"configurable": {"tenant": "two"}})
+        assert again["writer"]["cached"] > 0.8 * again["writer"]["prompt_tokens"]  # what its edge prefilled is found
+
     def test_graphs_do_not_learn_from_each_other(self, model: ChatPingPong) -> None:
         run(model, chain(model), given(1))
         _, seen = run(model, chain(model), given(2))

@@ -88,7 +88,7 @@ class IdleEngine(FakeEngine):
     pause_s: float = 0.0
     answers: Iterator[list[Delta]] = field(default_factory=lambda: itertools.repeat([]))
 
-    async def _compute(self, ids: Sequence[int]) -> int:
+    async def _compute(self, request: Request) -> int:
         return 0
 
     async def _spend(self, seconds: float) -> None:

@@ -18,12 +18,14 @@ class Request:
     """A prompt as token ids, and how to sample the answer.
 
     `sampling` uses the names of vLLM's `SamplingParams`, with plain values only (`structured_outputs` is a dict of
-    vLLM's `StructuredOutputsParams`); what it leaves out is the model's own default.
+    vLLM's `StructuredOutputsParams`); what it leaves out is the model's own default. Requests with another
+    `cache_salt` never share what is cached of their prompts.
     """
 
     prompt_token_ids: tuple[int, ...]
     sampling: Mapping[str, Any] = field(default_factory=dict)
     request_id: str = field(default_factory=new_request_id)
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

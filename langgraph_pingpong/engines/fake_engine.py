@@ -110,17 +110,17 @@ class FakeEngine:
         """Forget every cached prefix."""
         self._cache.clear()
 
-    def cached_tokens(self, ids: Sequence[int]) -> int:
+    def cached_tokens(self, ids: Sequence[int], salt: str | None = None) -> int:
         """How much of a prompt the cache would serve: whole blocks, and never the last token."""
         usable = (len(ids) - 1) // self.block_size
-        for count, key in enumerate(self._block_keys(ids)[:usable]):
+        for count, key in enumerate(self._block_keys(ids, salt)[:usable]):
             if key not in self._cache:
                 return count * self.block_size
         return max(usable, 0) * self.block_size
 
-    def _block_keys(self, ids: Sequence[int]) -> list[int]:
+    def _block_keys(self, ids: Sequence[int], salt: str | None) -> list[int]:
         """One key for each full block, which stands for it and everything before it."""
-        keys, parent = [], 0
+        keys, parent = [], hash(salt)
         for start in range(0, len(ids) // self.block_size * self.block_size, self.block_size):
             parent = hash((parent, tuple(ids[start : start + self.block_size])))
             keys.append(parent)
@@ -135,7 +135,7 @@ class FakeEngine:
                 await self.prefill_gate.wait()
             if self.fail_prefill is not None:
                 raise self.fail_prefill
-            return await self._compute(request.prompt_token_ids)
+            return await self._compute(request)
         except asyncio.CancelledError:
             self.aborted.append(request.request_id)
             raise
@@ -148,7 +148,7 @@ class FakeEngine:
         self.running.add(request.request_id)
         finished = False
         try:
-            cached = await self._compute(request.prompt_token_ids)
+            cached = await self._compute(request)
             first = Delta(prompt_token_ids=request.prompt_token_ids, num_cached_tokens=cached)
             said = 0
             for delta in self._deltas(request):
@@ -164,14 +164,15 @@ class FakeEngine:
             if not finished:
                 self.aborted.append(request.request_id)
 
-    async def _compute(self, ids: Sequence[int]) -> int:
+    async def _compute(self, request: Request) -> int:
+        ids, salt = request.prompt_token_ids, request.cache_salt
         if self.stopped:
             raise EngineDead(f"The engine on {self.device} is not running.")
         if len(ids) >= self.max_model_len:
             raise CallRefused(f"A prompt of {len(ids)} tokens does not fit into {self.max_model_len}.")
-        cached = self.cached_tokens(ids)
+        cached = self.cached_tokens(ids, salt)
         await self._spend((len(ids) - cached) / self.prefill_speed)
-        self._cache.update(self._block_keys(ids))
+        self._cache.update(self._block_keys(ids, salt))
         return cached
 
     async def _spend(self, seconds: float) -> None:

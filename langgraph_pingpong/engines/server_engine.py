@@ -170,7 +170,7 @@ class ServerEngine:
     async def _try_token(self, priority: int) -> None:
         prompt = (1, 2)
         with self._clear_errors():
-            answer = await self._complete(self._starting, prompt, {"max_tokens": 1}, priority)
+            answer = await self._complete(self._starting, Request(prompt, {"max_tokens": 1}), priority)
         if [_extra(choice, "prompt_token_ids") for choice in answer.choices] != [list(prompt)]:
             raise ServerFailed(f"{self.device} does not answer with the token ids of the prompt, as vLLM does.")
 
@@ -196,7 +196,7 @@ class ServerEngine:
                 prompt=list(request.prompt_token_ids),
                 stream=True,
                 stream_options={"include_usage": True},
-                extra_body=self._body(request.sampling),
+                extra_body=self._body(request),
             )
             async with stream, aclosing(self._deltas(stream, request.sampling)) as deltas:
                 async for delta in deltas:
@@ -210,25 +210,25 @@ class ServerEngine:
         with self._in_flight(request) as client:
             once = client.with_options(max_retries=0)  # a prefill is a hint: the answer does without
             bare = {"max_tokens": 1, "temperature": 0.0}
-            answer = await self._complete(once, request.prompt_token_ids, bare, PREFILL_PRIORITY)
+            answer = await self._complete(once, replace(request, sampling=bare), PREFILL_PRIORITY)
             return _cached_tokens(answer)
 
     async def reset_prefix_cache(self) -> None:
         """Find no cached prefix any more: what is sent from now on carries a new salt. Others' cache stays."""
         self._salt = secrets.token_urlsafe(32)
 
-    async def _complete(
-        self, client: AsyncOpenAI, prompt: Sequence[int], sampling: Mapping[str, Any], priority: int
-    ) -> Completion:
-        body = self._body(sampling)
+    async def _complete(self, client: AsyncOpenAI, request: Request, priority: int) -> Completion:
+        body = self._body(request)
         if priority and self._known.takes_priority:
             body["priority"] = priority
-        return await client.completions.create(model=self._known.name, prompt=list(prompt), extra_body=body)
+        return await client.completions.create(
+            model=self._known.name, prompt=list(request.prompt_token_ids), extra_body=body
+        )
 
-    def _body(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def _body(self, request: Request) -> dict[str, Any]:
         """What OpenAI's API does not have; vLLM's names for it are those of `SamplingParams`."""
-        salt = {"cache_salt": self._salt} if self._salt else {}
-        return {**sampling, **salt, "return_token_ids": True}
+        salt = "-".join(filter(None, (self._salt, request.cache_salt)))
+        return {**request.sampling, **({"cache_salt": salt} if salt else {}), "return_token_ids": True}
 
     async def _deltas(self, chunks: AsyncIterable[Completion], sampling: Mapping[str, Any]) -> AsyncGenerator[Delta]:
         """The chunks as deltas. The last one waits for the usage, which follows it and tells what was cached."""

@@ -171,7 +171,9 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
         self._running.add(request.request_id)
         try:
             stream = engine.generate(prompt, self._params(request), request.request_id)  # type: ignore[arg-type]
