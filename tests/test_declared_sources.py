@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -201,6 +202,27 @@ class TestSequences:
     def test_what_runs_the_users_code_before_the_model_is_not_declared(self, model: ChatPingPong, make: Any) -> None:
         node: Runnable[Any, Any] = make(model)
         assert model_sequence(node) is None
+
+
+def test_planning_draws_no_message_ids(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`add_messages` draws an id for a message that has none, which a program with a seeded `uuid4` sees."""
+    draw, drawn = uuid.uuid4, [0]
+
+    def counted() -> uuid.UUID:
+        drawn[-1] += 1
+        return draw()
+
+    monkeypatch.setattr(uuid, "uuid4", counted)
+    asked = {"messages": [HumanMessage("When is low tide in Oslo?", id="1")]}
+    for each in (plain(model), model):
+        steps = [
+            (name, ChatPromptTemplate.from_messages([("system", name), MessagesPlaceholder("messages")]))
+            for name in ("writer", "critic")
+        ]
+        graph = chain(*((name, {"messages": step | each}) for name, step in steps), schema=MessagesState)
+        drawn.append(0)
+        run(model, graph, asked)
+    assert drawn[1] == drawn[2]
 
 
 def speaker(model: ChatPingPong, role: str, reads: str, writes: str) -> Any:

@@ -41,7 +41,7 @@ class Rehearsal:
         with self._lock:
             if self.given < len(self.answers):
                 self.given += 1
-                return AIMessage(self.answers[self.given - 1])
+                return AIMessage(self.answers[self.given - 1], id=f"rehearsed-{self.given}")
             self.recorded = self.recorded or (model, tuple(messages), dict(kwargs))
         raise _Ended
 

@@ -75,6 +75,10 @@ class Moment:
         made_up = {key: self.probes.of(key, variant) for key in self.book.running()}
         return {**self.book.answers(), **made_up}
 
+    def made_up(self, key: CallKey, variant: int) -> AIMessage:
+        """A made-up answer as a message. It has an id, as real ones have: a reducer would draw one, which shows."""
+        return AIMessage(self.probes.of(key, variant), id=f"made-up-{key}")
+
 
 def foresee(moment: Moment, memory: Memory, tenant: Hashable) -> list[Ahead]:
     """The calls expected after the one of `moment`, certain ones first; each from the source that is trusted most."""
@@ -135,7 +139,7 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
 
     def sibling(site: tuple[str, ...], push: int | None, other: Runnable[Any, Any]) -> Any:
         declared = _declared(other)
-        return declared.update(AIMessage(moment.probes.of(CallKey(site, 0, push), variant))) if declared else UNKNOWN
+        return declared.update(moment.made_up(CallKey(site, 0, push), variant)) if declared else UNKNOWN
 
     for task in next_tasks(moment.task, outcome, sibling):
         for ahead in entered(task):
@@ -145,16 +149,16 @@ def _calls(moment: Moment, variant: int) -> Iterator[_Call]:
 
 def _outcome(moment: Moment, node: Runnable[Any, Any], variant: int) -> Any:
     """What the node returns for a made-up answer, or the next call it makes; `UNKNOWN` if that cannot be told."""
-    answer = moment.probes.of(moment.record.key, variant)
+    answer = moment.made_up(moment.record.key, variant)
     declared = _declared(node)
-    if declared and (update := declared.update(AIMessage(answer))) is not UNKNOWN:
+    if declared and (update := declared.update(answer)) is not UNKNOWN:
         return update
     if not options_of(spec_of(moment.task)).dry_run:
         return UNKNOWN
     key, answers = moment.record.key, moment.book.answers()
     earlier = [answers[past] for n in range(key.number) if (past := CallKey(key.site, n, key.push)) in answers]
     config = rehearsal_config(moment.task, state_of(moment.task))
-    result, rehearsal = rehearse(node, input_of(moment.task), config, [*earlier, answer])
+    result, rehearsal = rehearse(node, input_of(moment.task), config, [*earlier, answer.text])
     if returned(result):
         return result
     following = CallKey(key.site, key.number + 1, key.push)
