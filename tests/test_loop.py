@@ -205,17 +205,18 @@ class TestAiterate:
         ended: Future[None] = Future()
         reading = asyncio.new_event_loop()
 
-        async def leave() -> None:
-            waiting = asyncio.create_task(_acancel_and_wait(Remote(ended, lambda: None)))
+        async def leave(remote: Remote[None]) -> None:
+            waiting = asyncio.create_task(_acancel_and_wait(remote))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
 
-        reading.run_until_complete(leave())
+        reading.run_until_complete(leave(Remote(ended, lambda: None)))
         ended.set_exception(EngineDead("The engines were closed while the call was running."))
         reading.call_soon(reading.stop)
         reading.run_forever()
         reading.close()
+        del ended
         gc.collect()
         assert caplog.messages == []
 
