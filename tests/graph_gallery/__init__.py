@@ -11,6 +11,7 @@ from tests.graph_gallery import (
     fan,
     functional,
     human,
+    kept,
     protocol,
     state,
     streaming,
@@ -19,7 +20,7 @@ from tests.graph_gallery import (
 from tests.graph_gallery.running import RoundRecord, RunRecord, run
 from tests.graph_gallery.scene import SCENARIOS, Scenario, Scene
 
-MODULES = (chains, calls, branches, fan, subgraphs, functional, human, state, streaming, agents, protocol)
+MODULES = (chains, calls, branches, fan, subgraphs, functional, human, state, streaming, agents, protocol, kept)
 """Where the scenarios are."""
 
 __all__ = ["MODULES", "SCENARIOS", "RoundRecord", "RunRecord", "Scenario", "Scene", "run"]
