@@ -131,7 +131,7 @@ def several_tasks(model: ChatPingPong) -> Scene:
     return Scene(graph, tasks(), story=story, ways=("ainvoke", "ainvoke"))
 
 
-@scenario("writer -> critic (declared) and [critic -> clerk], both in eight threads", parallel=True, declared=("critic",))
+@scenario("writer -> critic, declared and plain, in eight threads", parallel=True, declared=("critic",))
 def two_graphs_in_eight_threads(model: ChatPingPong) -> Scene:
     """Sixteen runs at once, of a declared and of a learned graph whose nodes have the same names."""
     effects: list[str] = []
