@@ -177,14 +177,15 @@ def _copy_outcome(task: asyncio.Task[T], ended: Future[T]) -> None:
 
 
 async def _acancel_and_wait(remote: Remote[Any]) -> None:
-    if not remote.ended.done():
-        remote.cancel()
-        with contextlib.suppress(Exception):
-            await asyncio.shield(_ended(remote))
+    if remote.ended.done():
+        return
+    remote.cancel()
+    caller, over = asyncio.get_running_loop(), asyncio.Event()
 
+    def ended(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is gone, and with it whoever waited
+            caller.call_soon_threadsafe(over.set)
 
-def _ended(remote: Remote[T]) -> asyncio.Future[T]:
-    """For the caller's loop, which shall not complain of an error if whoever waited was cancelled meanwhile."""
-    ended = asyncio.wrap_future(remote.ended)
-    ended.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return ended
+    remote.ended.add_done_callback(ended)
+    # Not on a future with the outcome: where nobody is left to ask for its error, the loop would complain.
+    await over.wait()

@@ -17,8 +17,8 @@ from langgraph_pingpong.tools import Tool
 HERMES = ("hermes", "qwen3_json")
 """The names of vLLM's parsers that read the Hermes format."""
 
-_THOUGHTS = ("reasoning", "thinking", "redacted_thinking")
-"""Content blocks that are not part of what a message says to the next reader."""
+_NOT_SAID = ("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call")
+"""Content blocks that are no text: thoughts, and calls, which a message of LangChain's v1 form holds here as well."""
 
 _TOOLS_BEFORE = """\
 You can call functions. Their signatures are between <tools> and </tools>, one a line:
@@ -69,7 +69,7 @@ def render_turns(
 def _text_only(message: Message) -> Message:
     if isinstance(message["content"], str):
         return message
-    blocks = [block for block in message["content"] if block.get("type") not in _THOUGHTS]
+    blocks = [block for block in message["content"] if block.get("type") not in _NOT_SAID]
     if other := [block.get("type") for block in blocks if block.get("type") != "text"]:
         raise CallRefused(f"A message of the {message['role']} holds a block of type {other[0]!r}; only text is read.")
     return {**message, "content": "\n".join(block["text"] for block in blocks)}

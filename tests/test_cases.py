@@ -6,27 +6,32 @@ import asyncio
 import functools
 import threading
 import time
+import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.runnables import RunnableLambda
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.types import RetryPolicy
+from langgraph.types import Command, RetryPolicy
+from packaging.specifiers import SpecifierSet
 from typing_extensions import TypedDict
 
-from langgraph_pingpong import EnginePool, FakeEngine, agent_node, streaming_edge
+from langgraph_pingpong import EnginePool, FakeEngine, agent_node, streaming_edge, streaming_edges
+from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.edges import AgentNode
-from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.engines.base import Delta, Request, Said, ToolCallPart
 from langgraph_pingpong.errors import TemplateRefused
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, common_prefix
 from langgraph_pingpong.pool import Lease
 from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
+from tests.conftest import wait_until
 from tests.growing_prompts import CRITIC, WRITER, segments_of
 from tests.shipped_tokenizers import qwen
 
@@ -35,32 +40,33 @@ if TYPE_CHECKING:
 
 TASK = {"task": "Say what a tide pool is."}
 ASTRONAUT = "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{ROCKET}"
+VERSIONS = [f"3.{minor}" for minor in range(8, 15)]
 NOTES = ("system", "You write short notes.")
 
 
-def saying(*pieces: str | tuple[str, Sequence[int]], reason: str = "stop") -> list[Delta]:
-    """Exact deltas of Qwen's vocabulary: each a text, with ids of its own if they are given."""
-    pairs = [
-        (piece, qwen().encode(piece, add_special_tokens=False)) if isinstance(piece, str) else piece for piece in pieces
-    ]
+def saying(*pieces: str | tuple[str, Sequence[int]], reason: str = "stop", tokenizer: Any = None) -> list[Delta]:
+    """Exact deltas, of Qwen's vocabulary if no other is given: each a text, with ids of its own if they are given."""
+    encode = functools.partial((tokenizer or qwen()).encode, add_special_tokens=False)
+    pairs = [(piece, encode(piece)) if isinstance(piece, str) else piece for piece in pieces]
     said = [Delta(text, tuple(ids)) for text, ids in pairs]
     return [*said[:-1], Delta(said[-1].text, said[-1].token_ids, reason)]
 
 
 @dataclass
-class Qwen:
-    """A chain of a writer and a critic on engines with Qwen's vocabulary; the writer says exact deltas."""
+class Quoting:
+    """A chain of a writer and a critic that quotes it, on a real vocabulary; the writer says exact deltas."""
 
     lab: Lab
     writer: Sequence[Delta]
     ask: str = "Review this draft.\n\n{}\n\nList one flaw."
+    tokenizer: Any = field(default_factory=qwen)
     record: Recorder = field(init=False)
 
     def run(self, overlap: str = "on") -> tuple[dict[str, Any], tuple[int, ...]]:
         """The final state, and the ids that the critic was asked with."""
         reply = lambda prompt: self.writer if "Say what" in prompt else "Fine."  # noqa: E731
         engines = [
-            self.lab.engine(f"fake:{n}", tokenizer=qwen(), reply=reply, decode_speed=80.0, block_size=4)
+            self.lab.engine(f"fake:{n}", tokenizer=self.tokenizer, reply=reply, decode_speed=80.0, block_size=4)
             for n in range(2)
         ]
         model = self.lab.model(engines, overlap=overlap)
@@ -105,6 +111,35 @@ class TestNodeNames:
         assert [event.node for event in record.named("finalize")] == ["critic"]
         assert record.certificate("critic")["upstream"] == "writer"
         assert record.certificate("critic")["streamed"] > 20
+
+    @pytest.mark.parametrize("passed", [True, False], ids=["config passed", "config not passed"])
+    def test_of_async_nodes_need_no_config_to_be_passed(self, lab: Lab, passed: bool) -> None:
+        """Case 07: before Python 3.11, an async node loses the config that is not passed on."""
+
+        class Passing(AgentNode):
+            async def ainvoke(self, input: Any, config: Any = None, **_: Any) -> Mapping[str, Any]:
+                answer = await self.model.ainvoke(self.messages(input), *([config] if passed else []))
+                return self.update(answer)
+
+        async def shown(graph: Any) -> list[tuple[str, str]]:
+            parts = graph.astream(TASK, stream_mode="messages")
+            return [(part.text, metadata["langgraph_node"]) async for part, metadata in parts]
+
+        nodes = {"writer": Passing, "critic": Passing}
+        off = asyncio.run(shown(lab.chain(lab.model(overlap="off"), node_type=nodes)))
+        model = lab.model()
+        record = lab.record(model)
+        assert asyncio.run(shown(lab.chain(model, node_type=nodes))) == off
+        assert {node for _, node in off} == {"writer", "critic"}
+        assert len(off) > 50
+        assert [event.node for event in record.named("generate.started")] == ["writer", "critic"]
+        assert record.certificate("critic")["streamed"] > 20
+
+    def test_are_never_looked_for_on_a_python_that_loses_them(self) -> None:
+        """Case 07: 3.10 is refused by the installer, instead of wrong names at run time."""
+        project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+        assert "3.10" not in SpecifierSet(project["requires-python"])
+        assert {"3.11", "3.12", "3.13"} == set(SpecifierSet(project["requires-python"]).filter(VERSIONS))
 
     def test_of_a_call_from_the_nodes_own_threads_are_not_guessed(self, lab: Lab) -> None:
         class OwnThreads(AgentNode):
@@ -158,7 +193,7 @@ class TestGrowingDrafts:
     )
     def test_whatever_the_draft_ends_with_the_prompt_is_the_same(self, lab: Lab, draft: str) -> None:
         pieces = [draft[at : at + 3] for at in range(0, len(draft), 3)] or [""]
-        chain = Qwen(lab, saying(*pieces))
+        chain = Quoting(lab, saying(*pieces))
         state, asked = chain.on_and_off()
         assert state["writer"] == draft
         assert asked == self.template().prompt_ids(self.quoting(draft))
@@ -172,7 +207,7 @@ class TestOwnTokenSequences:
 
     def test_a_blank_line_of_two_tokens_is_encoded_as_one(self, lab: Lab) -> None:
         assert qwen().decode([198, 198]) == qwen().decode([271]) == "\n\n"
-        chain = Qwen(lab, saying("Tide pools", ("\n\n", [198, 198]), "empty twice a day, and fill again by night."))
+        chain = Quoting(lab, saying("Tide pools", ("\n\n", [198, 198]), "empty twice a day, and fill again by night."))
         state, asked = chain.on_and_off()
         assert "Tide pools\n\nempty" in state["writer"]
         draft = qwen().encode("Tide pools\n\nempty", add_special_tokens=False)
@@ -185,7 +220,7 @@ class TestOwnTokenSequences:
     def test_a_sentence_in_odd_pieces_is_encoded_as_a_whole(self, lab: Lab) -> None:
         pieces = ("T", "ide po", "ols empt", "y twice a d", "ay.")
         assert sum(len(delta.token_ids) for delta in saying(*pieces)) == 11
-        chain = Qwen(lab, saying(*pieces, " So it is."))
+        chain = Quoting(lab, saying(*pieces, " So it is."))
         _, asked = chain.on_and_off()
         assert self.holds(asked, self.SENTENCE)
         assert chain.record.certificate("writer")["output_tokens"] == 15
@@ -414,6 +449,39 @@ class TestStopping:
         self.expect_quiet(lab, record)
         assert len(lab.engines[0].aborted) == 1
 
+    @pytest.mark.parametrize("how", ["cancel", "close"])
+    def test_ends_a_subgraph_that_loops(self, lab: Lab, writing: tuple[Any, Recorder], how: str) -> None:
+        model, record = writing
+
+        class State(TypedDict, total=False):
+            task: str
+            writer: str
+
+        inner = StateGraph(State)
+        inner.add_node("writer", agent_node(model, prompt=lab.prompt("writer", "task"), writes="writer"))
+        inner.add_edge(START, "writer").add_conditional_edges("writer", lambda _: "writer", ["writer"])
+        graph = StateGraph(State).add_node("inner", inner.compile()).add_edge(START, "inner").compile()
+
+        async def run() -> None:
+            if how == "cancel":
+                task = asyncio.create_task(graph.ainvoke(TASK))
+                await asyncio.to_thread(record.wait_for, "finish", "writer")
+                task.cancel()
+                await asyncio.wait([task])
+            else:
+                stream = graph.astream(TASK, stream_mode="values", subgraphs=True)
+                async for _, values in stream:
+                    if "writer" in values:
+                        break
+                await stream.aclose()
+
+        asyncio.run(run())
+        wait_until(lambda: not any(engine.num_unfinished for engine in lab.engines), 1, "quiet")
+        rounds = len(record.named("generate.started"))
+        assert rounds <= 2
+        time.sleep(0.2)
+        assert len(record.named("generate.started")) == rounds
+
     def test_ends_the_request_when_a_sibling_fails(self, lab: Lab, writing: tuple[Any, Recorder]) -> None:
         model, record = writing
 
@@ -492,6 +560,72 @@ class TestRoutes:
             assert not record.named("edge.dropped")
         else:
             assert record.wait_for("edge.dropped", "critic", 2).data["wasted"] > 0
+
+    def test_of_a_command_come_on_top_of_the_static_edge(self, lab: Lab) -> None:
+        """An edge to the critic only; the writer's `goto` names the editor."""
+
+        class State(TypedDict, total=False):
+            task: str
+            writer: str
+            critic: str
+            editor: str
+
+        def build(overlap: str) -> tuple[Any, Recorder]:
+            model = lab.model(3, overlap=overlap)
+            record = lab.record(model)
+
+            def writer(state: State) -> Command[Any]:
+                answer = model.invoke(lab.prompt("writer", "task").format_messages(**state))
+                return Command(goto="editor", update={"writer": answer.text})
+
+            builder = StateGraph(State).add_node("writer", writer, destinations=("editor",))
+            for node in ("critic", "editor"):
+                builder.add_node(node, agent_node(model, prompt=lab.prompt(node, "writer"), writes=node))
+            graph = builder.add_edge(START, "writer").add_edge("writer", "critic").compile()
+            return streaming_edges(graph, dry_run={"writer"}, off={"editor"}), record
+
+        off, _ = build("off")
+        on, record = build("on")
+        order = [next(iter(part)) for part in on.stream(TASK, stream_mode="updates")]
+        assert order[0] == "writer" and set(order[1:]) == {"critic", "editor"}
+        assert on.invoke(TASK) == off.invoke(TASK)
+        assert record.certificate("critic")["streamed"] > 0
+        assert (record.certificate("editor")["static"], record.certificate("editor")["streamed"]) == (0, 0)
+        assert [event.node for event in record.named("finalize")] == ["critic", "critic"]
+        assert [event.node for event in record.named("generate.started")].count("critic") == 2
+
+
+class TestStreamedToolCalls:
+    """Case 16: fragments of two calls, woven into each other, are put together wrongly."""
+
+    ARGUMENTS = ('{"place": ', '"Oslo"', "}"), ('{"place": ', '"Lima"', "}")
+
+    def fragments(self, style: str) -> list[list[ToolCallPart]]:
+        """What a parser finds in each delta, in the ways in which servers are known to name calls."""
+        if style == "both in one delta":
+            return [[ToolCallPart(n, f"call {n}", "tide_time", "".join(self.ARGUMENTS[n])) for n in range(2)]]
+
+        def part(call: int, turn: int) -> ToolCallPart:
+            id, name = (f"call {call}", "tide_time") if turn == 0 or style == "named on each" else (None, None)
+            return ToolCallPart(call, id, name, self.ARGUMENTS[call][turn])
+
+        return [[part(call, turn)] for turn in range(3) for call in range(2)]
+
+    @pytest.mark.parametrize("style", ["named once", "named on each", "both in one delta"])
+    def test_are_two_whole_calls(self, style: str) -> None:
+        made = AnswerChunks("m")
+        said = [Said(tool_calls=tuple(parts)) for parts in self.fragments(style)]
+        deltas = [*(Delta("x", (1,)) for _ in said[1:]), Delta("x", (1,), "stop")]
+        chunks = [chunk for pair in zip(deltas, said, strict=True) if (chunk := made.chunk(*pair, None))]
+        streamed = functools.reduce(AIMessageChunk.__add__, [chunk.message for chunk in chunks])
+        (whole,) = [each.message for each in to_result([(0, chunk) for chunk in chunks]).generations]
+        for message in (streamed, whole):
+            assert [(call["name"], call["args"], call["id"]) for call in message.tool_calls] == [
+                ("tide_time", {"place": "Oslo"}, "call 0"),
+                ("tide_time", {"place": "Lima"}, "call 1"),
+            ]
+            assert message.invalid_tool_calls == []
+            assert message.response_metadata["finish_reason"] == "tool_calls"
 
 
 class TestEmptyAnswers:
@@ -610,7 +744,16 @@ class TestStrictTemplates:
         "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
 
-    @pytest.mark.parametrize("roles", [("human", "human"), ("human", "ai", "ai"), ("system", "human"), ("ai",)])
+    @pytest.mark.parametrize(
+        "roles",
+        [
+            ("human", "human"),
+            ("human", "ai", "ai"),
+            ("system", "human"),
+            ("ai",),
+            ("human", "ai", "human", "system", "human"),
+        ],
+    )
     def test_fail_alike_and_before_anything_is_prefilled(self, lab: Lab, roles: Sequence[str]) -> None:
         def outcome(overlap: str) -> str:
             model = lab.model(chat_template=self.STRICT, overlap=overlap)
@@ -656,7 +799,7 @@ class TestCharacters:
             whole = qwen().decode(ids[:count]).rstrip("\ufffd")
             pieces.append((whole[len(shown) :], ids[count - 1 : count]))
             shown = whole
-        chain = Qwen(lab, saying(*pieces))
+        chain = Quoting(lab, saying(*pieces))
         state, asked = chain.on_and_off()
         assert state["writer"] == text
         assert text in qwen().decode(list(asked))
@@ -678,7 +821,7 @@ class TestMarkers:
         ids=["whole", "split", "letters"],
     )
     def test_stays_text_however_it_is_cut(self, lab: Lab, pieces: Sequence[str]) -> None:
-        chain = Qwen(lab, saying(*[(piece, [0]) for piece in pieces]))
+        chain = Quoting(lab, saying(*[(piece, [0]) for piece in pieces]))
         state, asked = chain.on_and_off()
         assert state["writer"] == self.ATTACK
         assert [asked.count(marker) for marker in (151643, 151644, 151645)] == [0, 3, 2]

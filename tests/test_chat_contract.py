@@ -404,6 +404,11 @@ class TestMessages:
         assert self.prompt(AIMessage(blocks)) == "assistant\na<|im_end|>\n"
         assert self.prompt(AIMessage("a", additional_kwargs={"reasoning_content": "hm"})) == "assistant\na<|im_end|>\n"
 
+    def test_in_the_v1_form_are_those_of_the_old_form(self) -> None:
+        blocks = HISTORY[1].content_blocks
+        assert [block["type"] for block in blocks] == ["text", "tool_call", "tool_call"]
+        assert self.prompt(AIMessage(content_blocks=blocks)) == self.prompt(HISTORY[1])
+
     def test_of_one_role_in_a_row_and_a_late_system_message_stay_in_order(self) -> None:
         prompt = self.prompt(HumanMessage("a", name="ada"), HumanMessage("b"), SystemMessage("c"), AIMessage("d"))
         assert prompt == "user\na<|im_end|>\nuser\nb<|im_end|>\nsystem\nc<|im_end|>\nassistant\nd<|im_end|>\n"
@@ -728,6 +733,60 @@ class TestSettings:
             "ls_max_tokens": 5,
             "ls_stop": ["x"],
         }
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+class TestThirdEvents:
+    """`stream_events` in its third version drives the model by another method than `stream`."""
+
+    def both(self, model: Any) -> list[AIMessage]:
+        async def asynchronously() -> AIMessage:
+            return await (await model.astream_events("Hi", version="v3"))
+
+        return [model.stream_events("Hi", version="v3").output, asyncio.run(asynchronously())]
+
+    def check(self, model: Any) -> AIMessage:
+        plain = model.invoke("Hi")
+        for message in self.both(model):
+            assert message.text == plain.text
+            assert [(made["name"], made["args"]) for made in message.tool_calls] == [
+                (made["name"], made["args"]) for made in plain.tool_calls
+            ]
+            assert message.invalid_tool_calls == []
+            assert message.usage_metadata["output_tokens"] == plain.usage_metadata["output_tokens"]
+            assert message.response_metadata["finish_reason"] == plain.response_metadata["finish_reason"]
+        return message
+
+    def test_give_the_text_piece_by_piece(self) -> None:
+        model = answering("tide pool")
+        assert list(model.stream_events("Hi", version="v3").text) == list("tide pool")
+        self.check(model)
+
+    def test_give_tool_calls_and_keep_reasoning_apart(self) -> None:
+        text = f"<think>Where?</think>I look. {call('Oslo')}\n{call('Lima')}"
+        model = answering(text, thinking_tokenizer(), reasoning_parser="qwen3").bind_tools([tide_time])
+        message = self.check(model)
+        assert [made["args"]["place"] for made in message.tool_calls] == ["Oslo", "Lima"]
+        assert message.text == "I look. "
+        assert [block["reasoning"] for block in message.content_blocks if block["type"] == "reasoning"] == ["Where?"]
+
+    def test_end_at_a_stop_string(self) -> None:
+        model = answering("tide\nResult: 1").bind(stop=["\nResult:"])
+        assert self.check(model).text == "tide"
+
+    def test_that_are_left_early_end_the_request(self) -> None:
+        model = answering("tide " * 200, time_scale=1.0)
+
+        async def leave() -> None:
+            stream = await model.astream_events("Hi", version="v3")
+            assert await anext(aiter(stream.text)) == "t"
+
+        asyncio.run(leave())
+        deadline = time.monotonic() + 2
+        while engine_of(model).num_unfinished:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(engine_of(model).aborted) == 1
 
 
 class TestCounting:

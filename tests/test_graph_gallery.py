@@ -14,6 +14,7 @@ from tests.graph_gallery.chains import chain
 from tests.graph_gallery.scene import Texts, ask, scripted, tasks
 
 
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")  # version 3 of events
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_edges_change_nothing(scenario: Scenario, caplog: pytest.LogCaptureFixture) -> None:
     off, on = run(scenario, "off"), run(scenario, "on")

@@ -9,12 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from langgraph_pingpong.errors import EngineDead
-from langgraph_pingpong.loop import LoopThread
+from langgraph_pingpong.loop import LoopThread, Remote, _acancel_and_wait
 
 
 @pytest.fixture
@@ -198,6 +199,26 @@ class TestAiterate:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert source.closed.is_set()
+
+    def test_a_wait_that_was_cancelled_leaves_no_error_behind(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The reader's loop may end in the very step in which the source has."""
+        ended: Future[None] = Future()
+        reading = asyncio.new_event_loop()
+
+        async def leave(remote: Remote[None]) -> None:
+            waiting = asyncio.create_task(_acancel_and_wait(remote))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+
+        reading.run_until_complete(leave(Remote(ended, lambda: None)))
+        ended.set_exception(EngineDead("The engines were closed while the call was running."))
+        reading.call_soon(reading.stop)
+        reading.run_forever()
+        reading.close()
+        del ended
+        gc.collect()
+        assert caplog.messages == []
 
     def test_a_reader_whose_loop_ends_does_not_disturb_the_next(self, loop: LoopThread) -> None:
         async def read_one() -> int:

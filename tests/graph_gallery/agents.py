@@ -9,7 +9,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, ModelRequest, wrap_tool_call
 from langchain.agents.structured_output import ToolStrategy
 from langchain.tools import InjectedToolCallId, ToolRuntime, tool
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
@@ -222,6 +222,34 @@ def tool_with_a_command(model: ChatPingPong) -> Scene:
         )
 
     return Scene(create_agent(model, [remember], system_prompt="You are the researcher."), talk_inputs())
+
+
+@scenario(
+    "model <-> ToolNode -Command-> critic | poet", replies=tool_user(call("pass_on", to="critic"), role="who passes on")
+)
+def command_goto_from_a_tool(model: ChatPingPong) -> Scene:
+    """A tool of a hand-made agent that returns `Command(goto, update)`: it decides which node comes next."""
+    effects: list[str] = []
+
+    @tool
+    def pass_on(to: str, runtime: ToolRuntime) -> Command[Any]:
+        """Let someone else go on."""
+        effects.append(to)
+        goto = to if len(runtime.state["messages"][0].text) % 2 else "poet"
+        done = ToolMessage(f"over to the {to}", tool_call_id=runtime.tool_call_id)
+        return Command(goto=goto, update={"messages": [done]})
+
+    with_tools = model.bind_tools([pass_on])
+
+    def chatbot(state: MessagesState) -> dict[str, Any]:
+        prompt = [SystemMessage("You are the one who passes on."), *state["messages"]]
+        return {"messages": [with_tools.invoke(prompt)]}
+
+    builder = StateGraph(MessagesState).add_node("chatbot", chatbot).add_edge(START, "chatbot")
+    builder.add_node("tools", ToolNode([pass_on]), destinations=("critic", "poet"))
+    builder.add_conditional_edges("chatbot", tools_condition)
+    builder.add_node("critic", critic_of_messages(model, effects)).add_node("poet", critic_of_messages(model, effects))
+    return Scene(builder.compile(), talk_inputs(), effects)
 
 
 def handoff_to(name: str) -> Any:

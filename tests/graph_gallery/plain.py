@@ -21,7 +21,9 @@ UNEQUAL = re.compile(
     r"|(?P<elapsed>elapsed: [\d.]+s)"
 )
 ATOMS = (type(None), bool, int, float, bytes)
-TIMES = ("created_at", "updated_at", "node_first_attempt_time")
+TIMES = ("created_at", "updated_at", "node_first_attempt_time", "timestamp")
+OWN = ("pingpong", "input_token_details")
+"""Where an event holds a message's parts as a dict: the certificate, and how much was found in the cache."""
 
 
 class Plain:
@@ -58,7 +60,7 @@ class Plain:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict | Mapping):
-            return {self(key): self._entry(key, each) for key, each in value.items()}
+            return {self(key): self._entry(key, each) for key, each in value.items() if key not in OWN}
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
             return type(value).__name__, self(value._asdict())
         if isinstance(value, list | tuple | deque):

@@ -329,4 +329,28 @@ def _events(graph: Any, input: Any, config: Any, options: Any, parts: list[Any])
     return ends[-1].get("output") if ends else None
 
 
-RUN = {"invoke": _invoke, "ainvoke": _ainvoke, "stream": _stream, "astream": _astream, "events": _events}
+def _events3(graph: Any, input: Any, config: Any, options: Any, parts: list[Any]) -> Any:
+    run = graph.stream_events(input, config, version="v3", **options)
+    parts.extend(run)
+    return run.output
+
+
+def _aevents3(graph: Any, input: Any, config: Any, options: Any, parts: list[Any]) -> Any:
+    async def drain() -> Any:
+        run = await graph.astream_events(input, config, version="v3", **options)
+        async for part in run:
+            parts.append(part)
+        return await run.output()
+
+    return asyncio.run(drain())
+
+
+RUN = {
+    "invoke": _invoke,
+    "ainvoke": _ainvoke,
+    "stream": _stream,
+    "astream": _astream,
+    "events": _events,
+    "events3": _events3,
+    "aevents3": _aevents3,
+}

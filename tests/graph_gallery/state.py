@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -159,6 +160,69 @@ def trimmed_messages(model: ChatPingPong) -> Scene:
     roles = ("writer", "critic", "editor", "clerk")
     builder = StateGraph(MessagesState).add_sequence([(role, node(role)) for role in roles]).add_edge(START, "writer")
     return Scene(builder.compile(), talk_inputs())
+
+
+@scenario("writer -> critic -> editor, trimmed, declared", declared=("critic", "editor"))
+def trimmed_messages_of_declared_nodes(model: ChatPingPong) -> Scene:
+    """The same in the prompt functions of declared nodes, which also run on answers that nobody has given."""
+
+    def node(role: str) -> Any:
+        def prompt(state: MessagesState) -> Any:
+            fitting = trim_messages(state["messages"], max_tokens=2, token_counter=len, strategy="last")
+            return [SystemMessage(f"You are the {role}. Answer in short sentences."), *fitting]
+
+        return agent_node(model, prompt=prompt, writes=lambda answer: {"messages": [answer]})
+
+    roles = ("writer", "critic", "editor")
+    builder = StateGraph(MessagesState).add_sequence([(role, node(role)) for role in roles]).add_edge(START, "writer")
+    return Scene(builder.compile(), talk_inputs())
+
+
+def joined(before: str, new: str) -> str:
+    """A reducer that puts texts together."""
+    return f"{before}\n- {new}" if before else new
+
+
+class Reduced(TypedDict, total=False):
+    """Keys with reducers of several kinds."""
+
+    task: str
+    said: Annotated[str, joined]
+    parts: Annotated[list[str], operator.add]
+    by_role: Annotated[dict[str, str], operator.or_]
+
+
+@scenario("writer -> critic -> editor, three reducers, declared", declared=("critic", "editor"))
+def reducers_of_partial_answers(model: ChatPingPong) -> Scene:
+    """A text, a list and a dict that grow: the upstream's words come to the prompt through the reducers."""
+
+    def node(role: str) -> Any:
+        def prompt(state: Reduced) -> Any:
+            parts, by_role = state.get("parts", []), state.get("by_role", {})
+            text = [state["task"], state.get("said", ""), " | ".join(parts), *(f"{k}: {v}" for k, v in by_role.items())]
+            return ask(role, "\n".join(text))
+
+        def writes(answer: Any) -> dict[str, Any]:
+            return {"said": answer.text, "parts": [answer.text], "by_role": {role: answer.text}}
+
+        return agent_node(model, prompt=prompt, writes=writes)
+
+    sequence = [(role, node(role)) for role in ("writer", "critic", "editor")]
+    return Scene(StateGraph(Reduced).add_sequence(sequence).add_edge(START, "writer").compile(), tasks())
+
+
+@scenario(
+    "writer (returns something else) -> critic, declared", declared=("critic",), replies={"the writer": "abcd " * 5}
+)
+def declared_and_not_what_was_streamed(model: ChatPingPong) -> Scene:
+    """A guard that lets made-up answers pass and stores a fixed text in place of the real one."""
+
+    def guarded(answer: Any) -> dict[str, str]:
+        return {"draft": "Low tide." if "abcd" in answer.text else answer.text}
+
+    writer = agent_node(model, prompt=lambda state: ask("writer", state["task"]), writes=guarded)
+    critic = agent_node(model, prompt=lambda state: ask("critic", state["draft"]), writes="notes")
+    return Scene(chain(("writer", writer), ("critic", critic)), tasks())
 
 
 @scenario("writer -> summarizer (removes) -> editor")

@@ -131,6 +131,33 @@ def several_tasks(model: ChatPingPong) -> Scene:
     return Scene(graph, tasks(), story=story, ways=("ainvoke", "ainvoke"))
 
 
+@scenario("writer -> critic, declared and plain, in eight threads", parallel=True, declared=("critic",))
+def two_graphs_in_eight_threads(model: ChatPingPong) -> Scene:
+    """Sixteen runs at once, of a declared and of a learned graph whose nodes have the same names."""
+    effects: list[str] = []
+    graphs = declared_pair(model), pair(model, effects)
+
+    def story(round_: Doing) -> None:
+        given = [(graph, {"task": f"Number {number} of {round_.way}."}) for number in range(8) for graph in graphs]
+        with ThreadPoolExecutor(8) as threads:
+            results = threads.map(lambda each: each[0].invoke(each[1], round_.config), given)
+            round_.note("results", list(results))
+
+    return Scene(graphs[0], tasks(), effects, story, ways=("invoke", "stream", "ainvoke"))
+
+
+@scenario("writer -> critic (nostream) -> editor, declared", declared=("critic", "editor"))
+def nostream_of_declared_nodes(model: ChatPingPong) -> Scene:
+    """A declared node whose words are kept out of the messages stream; its prompt is prefilled all the same."""
+    hidden = model.with_config(tags=["nostream"])
+
+    def node(model: Any, role: str, reads: str, writes: str) -> Any:
+        return agent_node(model, prompt=lambda state: ask(role, state[reads]), writes=writes)
+
+    nodes = ("writer", node(model, "writer", "task", "draft")), ("critic", node(hidden, "critic", "draft", "notes"))
+    return Scene(chain(*nodes, ("editor", node(model, "editor", "notes", "final"))), tasks())
+
+
 @scenario("writer -> critic, and editor -> clerk on the same model")
 def two_graphs_on_one_model(model: ChatPingPong) -> Scene:
     """Two graphs in turn, whose first nodes have the same name and another prompt."""
