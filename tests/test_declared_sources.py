@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import operator
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -186,6 +188,37 @@ class TestSequences:
         assert all(prefilled(seen[node]) > 0.6 and seen[node]["wasted"] == 0 for node in ("bare", "bound"))
         expected = graph(plain(model)).invoke(asked)
         assert [message.text for message in result] == [message.text for message in expected]
+
+    @pytest.mark.parametrize("value", [threading.Lock(), (letter for letter in "ab")])
+    def test_beside_a_value_that_cannot_be_copied(self, model: ChatPingPong, value: Any) -> None:
+        writer = prompt("writer", "plan") | model | {"report": StrOutputParser()}
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", writer))
+        _, seen = run(model, graph, {**given(1), "notes": value})
+        assert (seen["writer"]["source"], seen["writer"]["wasted"]) == ("declared", 0)
+
+    def test_no_copy_of_a_value_is_made_that_would_end_with_it(self, model: ChatPingPong) -> None:
+        ended: list[int] = []
+
+        class Connection:
+            def __del__(self) -> None:
+                ended.append(1)
+
+        notes = Connection()
+        writer = prompt("writer", "plan") | model | {"report": StrOutputParser()}
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", writer))
+        _, seen = run(model, graph, {**given(1), "notes": notes})
+        gc.collect()
+        assert seen["writer"]["source"] == "declared"
+        assert ended == []
+
+    def test_what_cannot_be_rehearsed_is_learned(self, model: ChatPingPong) -> None:
+        class Held(State, total=False):
+            held: Annotated[list[Any], lambda left, right: left + right]
+
+        writer = prompt("writer", "plan") | model | {"report": StrOutputParser()}
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", writer), schema=Held)
+        seen = [run(model, graph, {**given(n), "held": [threading.Lock()]})[1]["writer"] for n in range(2)]
+        assert [certificate["source"] for certificate in seen] == [None, "learned"]
 
     @pytest.mark.parametrize(
         "make",
