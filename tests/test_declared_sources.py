@@ -211,6 +211,32 @@ class TestSequences:
         assert seen["writer"]["source"] == "declared"
         assert ended == []
 
+    @pytest.mark.parametrize("kind", ["f-string", "mustache", "placeholder"])
+    def test_a_value_of_the_users_is_shown_by_the_node_alone(self, model: ChatPingPong, kind: str) -> None:
+        shown: list[str] = []
+
+        class Note:
+            def __str__(self) -> str:
+                shown.append("str")
+                return "Low water at six."
+
+        class Placeholder(MessagesPlaceholder):
+            def format_messages(self, **values: Any) -> Any:
+                shown.append("placeholder")
+                return super().format_messages(**values)
+
+        notes: Any = [HumanMessage("Low water at six.")] if kind == "placeholder" else Note()
+        parts: dict[str, Any] = {
+            "f-string": ["{notes} {plan}"],
+            "mustache": ["{{notes}} {{plan}}"],
+            "placeholder": [Placeholder("notes"), "{plan}"],
+        }
+        reads = ChatPromptTemplate(parts[kind], template_format="mustache" if kind == "mustache" else "f-string")
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", reads | model | {"report": StrOutputParser()}))
+        _, seen = run(model, graph, {**given(1), "notes": notes})
+        assert len(shown) == 1
+        assert seen["writer"]["source"] is None
+
     def test_what_cannot_be_rehearsed_is_learned(self, model: ChatPingPong) -> None:
         class Held(State, total=False):
             held: Annotated[list[Any], lambda left, right: left + right]
