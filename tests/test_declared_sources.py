@@ -237,6 +237,14 @@ class TestSequences:
         assert len(shown) == 1
         assert seen["writer"]["source"] is None
 
+    def test_a_model_with_engines_of_its_own_is_left_alone(self, model: ChatPingPong) -> None:
+        other = ChatPingPong(devices=["fake:2", "fake:3"])
+        builder = StateGraph(State).add_node("planner", PLANNERS["bound"](model)).add_edge(START, "planner")
+        builder.add_node("writer", prompt("writer", "plan") | other | {"report": StrOutputParser()})
+        builder.add_conditional_edges("planner", lambda state: END, ["writer", END])
+        run(model, builder.compile(), given(1))
+        assert other._lazy.made is None
+
     def test_what_cannot_be_rehearsed_is_learned(self, model: ChatPingPong) -> None:
         class Held(State, total=False):
             held: Annotated[list[Any], lambda left, right: left + right]
