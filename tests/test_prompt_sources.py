@@ -146,6 +146,20 @@ class TestLearned:
         assert found == [(("state", "task"), "It is there.")]
         assert time.process_time() - started < 0.5
 
+    def test_an_answer_in_one_piece_is_learned_from(self, model: ChatPingPong) -> None:
+        for engine in model._serving().pool.engines:
+            engine.reply = lambda prompt: "y" if "You judge" in prompt else "The pools fill twice a day. " * 5  # type: ignore[attr-defined]
+        times = iter(range(100))
+
+        def judge(state: State) -> Any:
+            return {"report": ask(model, "You judge.", f"At {next(times)}: {state['plan']}\nAnswer y or n.")}
+
+        graph = chain(model, judge)
+        seen = [run(model, graph, given(number))[1]["writer"] for number in range(5)]
+        assert [certificate["source"] for certificate in seen] == [None, "learned", "learned", "learned", "learned"]
+        assert all(certificate["static"] > len(RULES) for certificate in seen[1:])
+        assert [certificate["wasted"] for certificate in seen[2:]] == [0, 0, 0]
+
     def test_result_is_that_of_the_plain_graph(self, model: ChatPingPong) -> None:
         plain = chain(model.model_copy(update={"overlap": "off"}))
         graph = chain(model)
