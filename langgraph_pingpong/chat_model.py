@@ -366,6 +366,9 @@ def _renderer_of(serving: Serving, model: Any, more: Mapping[str, Any]) -> Rende
     while isinstance(model, RunnableBinding):
         kwargs = {**model.kwargs, **kwargs}
         model = model.bound
-    if not isinstance(model, ChatPingPong) or model._serving().pool is not serving.pool:
+    if not isinstance(model, ChatPingPong):
+        return None
+    made = model._lazy.made  # engines of its own are made by its own call, not here
+    if (made.pool if made else model.pool) is not serving.pool:
         return None
     return partial(model._render, kwargs=kwargs)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig
 
-from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, note_sources
+from langgraph_pingpong.edges.book import Answers, CallRecord, RunBook, Shaping, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
     RunningTask,
     input_of,
@@ -89,35 +89,38 @@ class Planner:
             others: how prompts of other nodes' models are rendered.
         """
         book = self._book(task.owner)
+        answers = {key: text for key, text in book.answers().items() if text}
         record = book.begin(task, turns, shaping)
 
         async def plan() -> Sequence[Upcoming]:
-            return await in_daemon_thread(lambda: self._upcoming(record, book, template, others), PLAN_WITHIN_S)
+            state, given = state_of(task), input_of(task)  # here: the node may go on before the thread comes to it
+
+            def look() -> list[Upcoming]:
+                note_sources(record, state, given)
+                self._learn(record, task, book, answers)
+                return self._look_ahead(record, task, book, template, others)
+
+            return await in_daemon_thread(look, PLAN_WITHIN_S)
 
         return PlannedCall(record, plan, book)
 
-    def _upcoming(
-        self, record: CallRecord, book: RunBook, template: ChatTemplate, others: RendererOf
-    ) -> list[Upcoming]:
-        """Learn from the call, then look ahead."""
-        task = record.task
-        if task is None:  # it is over already
-            return []
-        tenant = tenant_of(task.config)
-        spec = spec_of(task)
+    def _learn(self, record: CallRecord, task: RunningTask, book: RunBook, answers: Answers) -> None:
+        """Learn from a call, which may be over by now; `answers` are those that were given before it."""
+        tenant, spec = tenant_of(task.config), spec_of(task)
         record.spec = weakref.ref(spec)
-        note_sources(record, state_of(task), input_of(task))
-        self._learn(record, book, tenant)
-        self.learned.began(spec, tenant, record)
-        moment = Moment(task, record, book, Probes(), others, partial(_render, template))
-        ahead = [] if not record.alone else foresee(moment, self.learned.memory_of(spec), tenant)
-        return [_upcoming(one, template) for one in ahead[:MAX_TARGETS] if one.segments]
-
-    def _learn(self, record: CallRecord, book: RunBook, tenant: Hashable) -> None:
-        answers = {key: text for key, text in book.answers().items() if text}
         for before in book.predecessors(record):
             if before.alone and record.alone:
                 self.learned.observe(tenant, before, record, answers)
+        self.learned.began(spec, tenant, record)
+
+    def _look_ahead(
+        self, record: CallRecord, task: RunningTask, book: RunBook, template: ChatTemplate, others: RendererOf
+    ) -> list[Upcoming]:
+        if record.task is None or not record.alone:  # it is over already, or nobody can tell which call it is
+            return []
+        moment = Moment(task, record, book, Probes(), others, partial(_render, template))
+        ahead = foresee(moment, self.learned.memory_of(spec_of(task)), tenant_of(task.config))
+        return [_upcoming(one, template) for one in ahead[:MAX_TARGETS] if one.segments]
 
     def _book(self, owner: object) -> RunBook:
         with self._lock:

@@ -53,6 +53,11 @@ class LazyServing:
                 self._value = make()
             return self._value
 
+    @property
+    def made(self) -> Serving | None:
+        """What was made, if it was."""
+        return self._value
+
     def close(self) -> None:
         """Shut the engines down if there are any."""
         with self._lock:

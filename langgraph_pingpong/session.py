@@ -128,6 +128,8 @@ class Outgoing:
         """The call is over. Unless it finished, nothing it said can be relied on."""
         try:
             if self._opening is not None:
+                if finished:
+                    await asyncio.sleep(0)  # an answer in one piece: the plan that waited for it begins, and learns
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
         finally:

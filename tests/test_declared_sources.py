@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import operator
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -187,6 +189,71 @@ class TestSequences:
         assert all(prefilled(seen[node]) > 0.6 and seen[node]["wasted"] == 0 for node in ("bare", "bound"))
         expected = graph(plain(model)).invoke(asked)
         assert [message.text for message in result] == [message.text for message in expected]
+
+    @pytest.mark.parametrize("value", [threading.Lock(), (letter for letter in "ab")])
+    def test_beside_a_value_that_cannot_be_copied(self, model: ChatPingPong, value: Any) -> None:
+        writer = prompt("writer", "plan") | model | {"report": StrOutputParser()}
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", writer))
+        _, seen = run(model, graph, {**given(1), "notes": value})
+        assert (seen["writer"]["source"], seen["writer"]["wasted"]) == ("declared", 0)
+
+    def test_no_copy_of_a_value_is_made_that_would_end_with_it(self, model: ChatPingPong) -> None:
+        ended: list[int] = []
+
+        class Connection:
+            def __del__(self) -> None:
+                ended.append(1)
+
+        notes = Connection()
+        writer = prompt("writer", "plan") | model | {"report": StrOutputParser()}
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", writer))
+        _, seen = run(model, graph, {**given(1), "notes": notes})
+        gc.collect()
+        assert seen["writer"]["source"] == "declared"
+        assert ended == []
+
+    @pytest.mark.parametrize("kind", ["f-string", "mustache", "placeholder"])
+    def test_a_value_of_the_users_is_shown_by_the_node_alone(self, model: ChatPingPong, kind: str) -> None:
+        shown: list[str] = []
+
+        class Note:
+            def __str__(self) -> str:
+                shown.append("str")
+                return "Low water at six."
+
+        class Placeholder(MessagesPlaceholder):
+            def format_messages(self, **values: Any) -> Any:
+                shown.append("placeholder")
+                return super().format_messages(**values)
+
+        notes: Any = [HumanMessage("Low water at six.")] if kind == "placeholder" else Note()
+        parts: dict[str, Any] = {
+            "f-string": ["{notes} {plan}"],
+            "mustache": ["{{notes}} {{plan}}"],
+            "placeholder": [Placeholder("notes"), "{plan}"],
+        }
+        reads = ChatPromptTemplate(parts[kind], template_format="mustache" if kind == "mustache" else "f-string")
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", reads | model | {"report": StrOutputParser()}))
+        _, seen = run(model, graph, {**given(1), "notes": notes})
+        assert len(shown) == 1
+        assert seen["writer"]["source"] is None
+
+    def test_a_model_with_engines_of_its_own_is_left_alone(self, model: ChatPingPong) -> None:
+        other = ChatPingPong(devices=["fake:2", "fake:3"])
+        builder = StateGraph(State).add_node("planner", PLANNERS["bound"](model)).add_edge(START, "planner")
+        builder.add_node("writer", prompt("writer", "plan") | other | {"report": StrOutputParser()})
+        builder.add_conditional_edges("planner", lambda state: END, ["writer", END])
+        run(model, builder.compile(), given(1))
+        assert other._lazy.made is None
+
+    def test_what_cannot_be_rehearsed_is_learned(self, model: ChatPingPong) -> None:
+        class Held(State, total=False):
+            held: Annotated[list[Any], lambda left, right: left + right]
+
+        writer = prompt("writer", "plan") | model | {"report": StrOutputParser()}
+        graph = chain(("planner", PLANNERS["bound"](model)), ("writer", writer), schema=Held)
+        seen = [run(model, graph, {**given(n), "held": [threading.Lock()]})[1]["writer"] for n in range(2)]
+        assert [certificate["source"] for certificate in seen] == [None, "learned"]
 
     @pytest.mark.parametrize(
         "make",

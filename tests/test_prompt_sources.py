@@ -20,6 +20,7 @@ from langgraph.types import Command, Send, interrupt
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
+from langgraph_pingpong.edges.book import _walk
 from langgraph_pingpong.errors import ConfigError
 from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
@@ -116,6 +117,48 @@ class TestLearned:
         assert seen[0]["appends"] == 0
         assert all(prefilled(c) > 0.85 and c["wasted"] == 0 for c in seen[1:])
         assert all(c["static"] > len(RULES) and c["streamed"] > 100 for c in seen[1:])
+
+    def test_values_of_the_state_are_not_asked_for_what_they_hold(self, model: ChatPingPong) -> None:
+        """An object that loads itself when it is first looked at is loaded by the nodes alone."""
+        asked: list[str] = []
+
+        class Late(dict[str, Any]):
+            @property
+            def __class__(self) -> Any:
+                asked.append("class")
+                return Late
+
+            def items(self) -> Any:
+                asked.append("items")
+                return super().items()
+
+            def __iter__(self) -> Any:
+                asked.append("iter")
+                return super().__iter__()
+
+        run(model, chain(model), {**given(1), "a": Late(text="It is there."), "drafts": []})
+        assert asked == []
+
+    def test_a_state_full_of_numbers_is_not_gone_through(self, model: ChatPingPong) -> None:
+        table: Any = [[0.5] * 1000 for _ in range(1000)]
+        started = time.process_time()
+        found = list(_walk("state", {"a": table, "task": "It is there."}))
+        assert found == [(("state", "task"), "It is there.")]
+        assert time.process_time() - started < 0.5
+
+    def test_an_answer_in_one_piece_is_learned_from(self, model: ChatPingPong) -> None:
+        for engine in model._serving().pool.engines:
+            engine.reply = lambda prompt: "y" if "You judge" in prompt else "The pools fill twice a day. " * 5  # type: ignore[attr-defined]
+        times = iter(range(100))
+
+        def judge(state: State) -> Any:
+            return {"report": ask(model, "You judge.", f"At {next(times)}: {state['plan']}\nAnswer y or n.")}
+
+        graph = chain(model, judge)
+        seen = [run(model, graph, given(number))[1]["writer"] for number in range(5)]
+        assert [certificate["source"] for certificate in seen] == [None, "learned", "learned", "learned", "learned"]
+        assert all(certificate["static"] > len(RULES) for certificate in seen[1:])
+        assert [certificate["wasted"] for certificate in seen[2:]] == [0, 0, 0]
 
     def test_result_is_that_of_the_plain_graph(self, model: ChatPingPong) -> None:
         plain = chain(model.model_copy(update={"overlap": "off"}))

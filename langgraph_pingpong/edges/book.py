@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,9 @@ MAX_DEPTH = 3
 
 MAX_TEXTS = 500
 """Texts of one state that are looked at."""
+
+MAX_VALUES = 10_000
+"""Values of one state that are gone through in search of them."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def note_sources(record: CallRecord, state: Mapping[str, Any], task_input: Any) 
     lists["prompt",] = record.messages
     converted: dict[int, Sequence[Message]] = {}  # state and input are often the same list
     for root, value in (("state", state), ("input", task_input)):
-        for path, found in itertools.islice(_walk((root,), value, MAX_DEPTH), MAX_TEXTS):
+        for path, found in itertools.islice(_walk(root, value), MAX_TEXTS):
             if isinstance(found, str):
                 texts[path] = found
             elif id(found) in converted:
@@ -164,27 +167,40 @@ def note_sources(record: CallRecord, state: Mapping[str, Any], task_input: Any) 
     record.texts, record.lists = texts, lists
 
 
-def _walk(path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
-    """Every text and list of messages within a value, with the path to it."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, list) and value and all(isinstance(item, BaseMessage) for item in value):
-        yield path, value
-        for index, item in enumerate(value):
-            yield (*path, index), item.text
-    elif isinstance(value, BaseMessage):
-        yield path, value.text
-    elif depth:
-        for name, item in _children(value):
-            yield from _walk((*path, name), item, depth - 1)
+def _walk(root: str, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Every text and list of messages within a value, with the path to it; what lies deeper comes later.
+
+    Types are asked, and their own methods: one of the user's might load what was not needed yet, as might `isinstance`.
+    """
+    ahead: deque[tuple[Path, Any]] = deque([((root,), value)])
+    for _ in range(MAX_VALUES):
+        if not ahead:
+            return
+        path, value = ahead.popleft()
+        kind = type(value)
+        if issubclass(kind, str):
+            yield path, value
+        elif issubclass(kind, BaseMessage):
+            yield path, value.text
+        elif (is_messages := _is_messages(value)) or len(path) <= MAX_DEPTH:
+            if is_messages:
+                yield path, value
+            inner = (((*path, name), item) for name, item in _children(value) if isinstance(name, str | int))
+            ahead.extend(itertools.islice(inner, MAX_VALUES - len(ahead)))
 
 
-def _children(value: Any) -> list[tuple[str | int, Any]]:
-    if isinstance(value, Mapping):
-        return [(name, item) for name, item in value.items() if isinstance(name, (str, int))]
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    return list(vars(value).items()) if hasattr(value, "__dict__") and not callable(value) else []
+def _is_messages(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(issubclass(type(item), BaseMessage) for item in value)
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    kind = type(value)
+    if issubclass(kind, dict):
+        return list(itertools.islice(dict.items(value), MAX_VALUES))
+    for sequence in (list, tuple):
+        if issubclass(kind, sequence):
+            return enumerate(itertools.islice(sequence.__iter__(value), MAX_VALUES))
+    return list(vars(value).items()) if kind.__dictoffset__ and not callable(value) else []
 
 
 def sources_of(record: CallRecord, answers: Answers) -> Sources:

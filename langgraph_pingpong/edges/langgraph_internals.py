@@ -11,6 +11,7 @@ import contextvars
 import copy
 import functools
 import logging
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -68,6 +69,8 @@ class NextTask:
 
 UNKNOWN = object()
 """An update that cannot be told."""
+
+_REDUCERS = (operator.add, operator.or_, operator.and_, operator.mul, max, min)  # Python's own that make a new value
 
 _Writes = tuple[Any, Any]
 """What a task writes for certain, and that together with what its conditional edges might add."""
@@ -173,8 +176,7 @@ def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | N
 def entered(task: NextTask) -> Iterator[NextTask]:
     """The task itself or, if its node is a compiled graph, the first tasks within it, however deep.
 
-    A subgraph that keeps its state from run to run (`checkpointer=True`) is not entered: what it remembers is not known
-    here.
+    A subgraph that keeps its state from run to run (`checkpointer=True`) is not entered: nothing here knows that state.
     """
     from langgraph.graph.state import CompiledStateGraph
 
@@ -334,11 +336,18 @@ def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableCon
 
 
 def _copy_channels(channels: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep copies, since reducers may change values in place; the mark for 'no value' must stay itself."""
+    """Copies of channels. They share their values, but for those that a reducer of the user's may change in place."""
     from langgraph._internal._typing import MISSING
 
-    memo = {id(MISSING): MISSING}
-    return {name: copy.deepcopy(channel, memo) for name, channel in channels.items()}
+    memo = {id(MISSING): MISSING}  # the mark for 'no value' must stay itself
+    return {n: c.copy() if _leaves_values(c) else copy.deepcopy(c, memo) for n, c in channels.items()}
+
+
+def _leaves_values(channel: Any) -> bool:
+    """Whether a channel never changes a value in place: LangGraph's own do not, nor do its reducers and Python's."""
+    reducer = getattr(channel, "operator", None) or getattr(channel, "reducer", None)
+    own = reducer is None or reducer in _REDUCERS or getattr(reducer, "__module__", "").startswith("langgraph.")
+    return own and type(channel).__module__.startswith("langgraph.channels.")
 
 
 def _breaks(breakpoints: Any, name: str) -> bool:
@@ -379,8 +388,7 @@ def _self_test() -> str:
     builder = StateGraph(State)
     builder.add_node("first", first)
     builder.add_node("second", inner.compile())
-    builder.add_edge(START, "first")
-    builder.add_edge("first", "second")
+    builder.add_edge(START, "first").add_edge("first", "second")
     builder.add_conditional_edges("first", lambda state: END, ["first", END])
     result = builder.compile().invoke({"text": "a"})
     if result != {"text": "bc"}:

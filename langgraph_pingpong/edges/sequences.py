@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
@@ -32,6 +35,7 @@ from langchain_core.runnables import (
 from langchain_core.runnables.passthrough import RunnableAssign, RunnablePick
 from langsmith import tracing_context
 
+from langgraph_pingpong.edges.book import MAX_VALUES
 from langgraph_pingpong.edges.declared import to_messages
 from langgraph_pingpong.edges.langgraph_internals import UNKNOWN
 
@@ -49,7 +53,7 @@ class ModelSequence:
     def messages(self, state: Any) -> list[BaseMessage] | None:
         """The prompt for a state; None if the steps refuse it, as the node will at its turn."""
         try:
-            prompt = _run(self._before, state)
+            prompt = _run(self._before, _without_own_values(state))
             return to_messages(prompt) if isinstance(prompt, PromptValue | str | Sequence) else None
         except Exception:  # noqa: BLE001 - a prompt may lack a variable, or be given one that it cannot format
             return None
@@ -123,13 +127,45 @@ _PROMPTS = (
 
 
 def _is_pure_prompt(part: Any) -> bool:
-    """Whether a prompt, or a part of it, holds no function that fills in a variable."""
-    if isinstance(part, BaseMessage | MessagesPlaceholder):
+    """Whether a prompt, or a part of it, is LangChain's own and holds no function that fills in a variable."""
+    if _is(part, BaseMessage, MessagesPlaceholder):
         return True
-    if not _is(part, *_PROMPTS) or any(map(callable, getattr(part, "partial_variables", {}).values())):
+    if not _is(part, *_PROMPTS) or not _is_plain(getattr(part, "partial_variables", {})):
         return False
     inner = getattr(part, "messages", None) or getattr(part, "prompt", ())
     return all(map(_is_pure_prompt, inner if isinstance(inner, Sequence) else [inner]))
+
+
+_PLAIN = (str, int, float, bool, type(None), bytes, date, datetime, Decimal, UUID)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether nothing of the user's runs when a value is put into a text."""
+    values: list[Any] = [value]
+    for seen, each in enumerate(values):  # it grows meanwhile
+        kind = type(each)
+        if kind is dict:
+            values += [*each.keys(), *each.values()]
+        elif kind in (list, tuple):
+            values += each
+        elif (kind not in _PLAIN and not kind.__module__.startswith("langchain_core.")) or seen > MAX_VALUES:
+            return False
+    return True
+
+
+class _OwnValue:
+    """Stands in for a value of a type of the user's: a prompt that would show it cannot be told."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError("to show this value would run the user's code")
+
+    __str__ = __repr__ = __format__ = __bool__ = _refuse
+
+
+def _without_own_values(state: Any) -> Any:
+    if type(state) is dict:
+        return {name: value if _is_plain(value) else _OwnValue() for name, value in state.items()}
+    return state if _is_plain(state) else _OwnValue()
 
 
 def _run(steps: Steps, value: Any) -> Any:

@@ -5,6 +5,7 @@ Asked in the order of trust: declared, dry run, learned. For a call that several
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,9 +84,16 @@ class Moment:
 def foresee(moment: Moment, memory: Memory, tenant: Hashable) -> list[Ahead]:
     """The calls expected after the one of `moment`, certain ones first; each from the source that is trusted most."""
     expected = memory.expected(tenant, moment.record)
+    failure: Exception | None = None
+    try:
+        told = [*_decided(_rehearsed(moment), expected)]
+    except Exception as error:  # noqa: BLE001 - what was learned needs neither the user's code nor copies of the state
+        told, failure = [], error
     found: dict[CallKey, Ahead] = {}
-    for ahead in (*_decided(_rehearsed(moment), expected), *_learned(moment, memory, expected)):
+    for ahead in (*told, *_learned(moment, memory, expected)):
         found.setdefault(ahead.key, ahead)
+    if failure is not None and not found:
+        raise failure
     return sorted(found.values(), key=lambda ahead: not ahead.certain)
 
 
@@ -179,14 +187,21 @@ def _told_call(moment: Moment, ahead: NextTask) -> _Call | None:
 def _first_call(moment: Moment, ahead: NextTask) -> _Call | None:
     key = CallKey(ahead.site, 0, ahead.push)
     declared = _declared(ahead.node)
-    if declared and (messages := declared.messages(ahead.input)) is not None:
+    if declared and (messages := declared.messages(_input_of(ahead))) is not None:
         return _recorded(moment, (declared.model, messages, NO_MORE), key, ahead.step, "declared")
     source = _may_rehearse(moment, ahead)
     if source is None:
         return None
-    state = ahead.input if isinstance(ahead.input, Mapping) else {}
-    _, rehearsal = rehearse(ahead.node, ahead.input, rehearsal_config(moment.task, state))
+    given = _input_of(ahead)
+    config = rehearsal_config(moment.task, given if isinstance(given, Mapping) else {})
+    _, rehearsal = rehearse(ahead.node, given, config)
     return _recorded(moment, rehearsal.recorded, key, ahead.step, source)
+
+
+def _input_of(ahead: NextTask) -> Any:
+    """What a task will be given; the user's own code, which may change it, gets a copy."""
+    own = isinstance(ahead.node, AgentNode) or any(options_of(spec).dry_run for spec in ahead.specs)
+    return copy.deepcopy(ahead.input) if own else ahead.input
 
 
 def _may_rehearse(moment: Moment, ahead: NextTask) -> str | None:
