@@ -913,7 +913,9 @@ class TestHeldByOthers:
             if way == "copy":  # a compiled graph of LangGraph cannot be pickled, and does not work as a deep copy
                 assert self.WAYS[way](self.holders(model)["a graph"]).invoke({"task": "Hi"})["text"] == expected
 
-    def test_a_state_comes_back_from_a_checkpoint(self) -> None:
+    def test_a_state_comes_back_from_a_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has every setting given; that asks for no parser of vLLM's, which may not be installed."""
+        monkeypatch.setattr("langgraph_pingpong.chat_model.check_parsers", lambda *names: pytest.fail(str(names)))
         serde = JsonPlusSerializer(pickle_fallback=True)
         with ChatPingPong(devices=["fake:0"], max_tokens=9) as model:
             state = serde.loads_typed(serde.dumps_typed({"model": model, "task": "x"}))
