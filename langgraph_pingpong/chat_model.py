@@ -107,7 +107,8 @@ class ChatPingPong(Settings):
         return self._lazy.get(self._make_serving)
 
     def _make_serving(self) -> Serving:
-        if self.reasoning_parser or "tool_parser" in self.model_fields_set:
+        # vLLM may be missing where no parser was chosen. A model from a checkpoint has every setting given.
+        if self.reasoning_parser or self.tool_parser != type(self).model_fields["tool_parser"].default:
             check_parsers(self.tool_parser, self.reasoning_parser)
         if self.pool is not None:
             return serving_on(self.pool, self.model, self.tokenizer, self.chat_template)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.load import dumps
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -21,7 +24,9 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.graph import END, START, MessagesState, StateGraph
 from pydantic import BaseModel, ValidationError
 from typing_extensions import TypedDict
@@ -557,6 +562,27 @@ class TestStop:
         assert same(every_way(model.bind(stop=["Result"]))).content == "tide\n"
         assert ChatPingPong(devices=["fake:0"], stop_sequences=["a"]).stop == ["a"]
 
+    @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 100])
+    @pytest.mark.parametrize("text", ["tide\nRes\nResult: 1", "tide\n\nResult: 1", "tide\nResult:"])
+    def test_strings_that_come_in_pieces_leak_no_part(self, text: str, size: int) -> None:
+        """However many characters a token has; what was half of one and went on otherwise is text."""
+        model = answering(text, tokenizer=in_pieces(text, size), stop=["\nResult:", "nowhere"])
+        message = same(every_way(model))
+        assert message.content == text[: text.index("\nResult:")]
+        shown = ""
+        for chunk in model.stream("Hi"):
+            shown += chunk.text
+            assert message.content.startswith(shown)
+
+
+def in_pieces(text: str, size: int) -> Any:
+    """A tokenizer that has the pieces of a text as tokens."""
+    tokenizer = fake_tokenizer()
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    tokenizer.add_tokens([part for part in parts if len(part) > 1])
+    assert len(tokenizer.encode(text, add_special_tokens=False)) == len(parts)
+    return tokenizer
+
 
 class TestSeveralAnswers:
     deltas = (
@@ -822,6 +848,79 @@ class TestCopies:
     def test_of_a_pickle_of_a_model_on_a_shared_pool_are_refused(self) -> None:
         with pytest.raises(TypeError, match="pool"):
             pickle.dumps(answering("x"))
+
+
+def prompt_of(state: Any) -> str:
+    return f"You are the writer. {state['task']}"
+
+
+class Written(TypedDict, total=False):
+    task: str
+    text: str
+
+
+class TestHeldByOthers:
+    """What holds the model pickles, copies and serializes as far as it does with another chat model."""
+
+    WAYS: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "pickle": lambda held: pickle.loads(pickle.dumps(held)),
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "langchain": dumps,
+        "checkpoint": lambda held: JsonPlusSerializer(pickle_fallback=True).dumps_typed(held),
+    }
+
+    @staticmethod
+    def holders(model: Any) -> dict[str, Any]:
+        builder = StateGraph(Written).add_node("writer", agent_node(model, prompt=prompt_of, writes="text"))
+        builder.add_edge(START, "writer")
+        graph = builder.compile()
+        return {
+            "the model": model,
+            "with bound arguments": model.bind(stop=["a"]),
+            "with a config": model.with_config(tags=["a"]),
+            "with retries": model.with_retry(),
+            "a sequence": ChatPromptTemplate.from_messages([("human", "{task}")]) | model,
+            "a state": {"model": model, "task": "x"},
+            "a node": graph.nodes["writer"].bound,
+            "a builder": builder,
+            "a graph": graph,
+        }
+
+    @classmethod
+    def outcomes(cls, model: Any) -> dict[str, str]:
+        """By holder and way: the type of what came out, or of the error."""
+        found: dict[str, str] = {}
+        for (name, held), (way, make) in itertools.product(cls.holders(model).items(), cls.WAYS.items()):
+            try:
+                found[f"{way} {name}"] = type(make(held)).__name__.replace(type(model).__name__, "Model")
+            except Exception as error:  # noqa: BLE001 - which one it is is compared
+                found[f"{way} {name}"] = f"{type(error).__name__}: {error}"
+        return found
+
+    def test_comes_out_as_with_another_model(self) -> None:
+        model = ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=9)
+        model.trace.subscribe(lambda event: None)
+        with model:
+            assert self.outcomes(model) == self.outcomes(FakeListChatModel(responses=["x"]))
+
+    @pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
+    def test_works_as_before(self, way: str) -> None:
+        with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=9) as model:
+            expected = model.invoke("You are the writer. Hi").text
+            made = self.WAYS[way](self.holders(model)["a builder"])
+            assert made.compile().invoke({"task": "Hi"})["text"] == expected
+            if way == "copy":  # a compiled graph of LangGraph cannot be pickled, and does not work as a deep copy
+                assert self.WAYS[way](self.holders(model)["a graph"]).invoke({"task": "Hi"})["text"] == expected
+
+    def test_a_state_comes_back_from_a_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has every setting given; that asks for no parser of vLLM's, which may not be installed."""
+        monkeypatch.setattr("langgraph_pingpong.chat_model.check_parsers", lambda *names: pytest.fail(str(names)))
+        serde = JsonPlusSerializer(pickle_fallback=True)
+        with ChatPingPong(devices=["fake:0"], max_tokens=9) as model:
+            state = serde.loads_typed(serde.dumps_typed({"model": model, "task": "x"}))
+            assert state["model"].invoke("Hi").text == model.invoke("Hi").text
+            state["model"].close()
 
 
 class TestEdges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import time
 from collections.abc import Callable, Iterator
@@ -538,6 +539,30 @@ class TestDryRun:
         assert seen["writer"]["source"] is None
         assert len(happened) == (forbidden in ("model", "tool"))
         assert len(store.search(("notes",))) == (forbidden == "store")
+
+    @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+    @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+    def test_a_call_by_the_third_events_asks_no_engine_in_a_rehearsal(
+        self, model: ChatPingPong, asynchronous: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """They go past the public methods, where a rehearsal is answered; its guard stops them before that."""
+
+        def prompt(state: State) -> Any:
+            return [("system", "You write."), ("human", state["plan"])]
+
+        def writer(state: State) -> Any:
+            return {"report": "".join(model.stream_events(prompt(state), version="v3").text)}
+
+        async def awriter(state: State) -> Any:
+            return {"report": (await (await model.astream_events(prompt(state), version="v3"))).text}
+
+        graph = chain(model, awriter if asynchronous else writer)
+        graph = streaming_edges(graph, dry_run={"planner", "writer"})
+        for number in range(2):
+            result = asyncio.run(graph.ainvoke(given(number)))
+            assert len(result["report"]) == 160
+        assert sum(len(engine.requests) for engine in model._serving().pool.engines) == 4  # type: ignore[attr-defined]
+        assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
     def test_a_node_that_sleeps_does_not_hold_anyone_up(self, model: ChatPingPong) -> None:
         slept: list[float] = []

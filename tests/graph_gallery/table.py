@@ -82,7 +82,8 @@ def main() -> None:
         for source, each in zip(SOURCES, cells, strict=True):
             covered[source] += bool(each.prefilled)
         equal = "yes" if all(each.equal for each in cells) else "no"
-        lines.append(f"| {scenario.name} | {shape} | {' | '.join(map(str, cells))} | {equal} |")
+        drawn = shape.replace("|", r"\|")
+        lines.append(f"| {scenario.name} | {drawn} | {' | '.join(map(str, cells))} | {equal} |")
         print(scenario.name, file=sys.stderr)
     print("# Graph shapes and prompt sources\n")
     print((__doc__ or "").split("\n\n", 2)[2])
