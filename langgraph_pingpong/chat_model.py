@@ -352,7 +352,13 @@ class _Prepared:
 def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:
     """The run of a graph is over. The session is held weakly: waiting for that must not keep the engines alive."""
     if (alive := session()) is not None:
-        loop.call_soon(alive.close, graph)
+        loop.call_soon(_end_graph, alive, graph)
+
+
+def _end_graph(session: Session, graph: tuple[str, ...]) -> None:
+    session.close(graph)
+    if not graph:  # of the run's own graph: nothing follows any more
+        planner_of(session.pool).forget(session.owner)
 
 
 def _single(terms: Terms) -> Terms:

@@ -104,6 +104,11 @@ class Planner:
 
         return PlannedCall(record, plan, book)
 
+    def forget(self, owner: object) -> None:
+        """A run is over: let go of the prompts and states of its calls."""
+        with self._lock:
+            self._books.pop(id(owner), None)
+
     def _learn(self, record: CallRecord, task: RunningTask, book: RunBook, answers: Answers) -> None:
         """Learn from a call, which may be over by now; `answers` are those that were given before it."""
         tenant, spec = tenant_of(task.config), spec_of(task)

@@ -18,7 +18,12 @@ from langchain.agents.middleware import after_model, before_model, wrap_model_ca
 from langchain.tools import tool
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
-from langchain_core.output_parsers import CommaSeparatedListOutputParser, JsonOutputParser, StrOutputParser
+from langchain_core.output_parsers import (
+    CommaSeparatedListOutputParser,
+    JsonOutputParser,
+    JsonOutputToolsParser,
+    StrOutputParser,
+)
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 from langgraph.checkpoint.memory import InMemorySaver
@@ -211,6 +216,15 @@ class TestSequences:
         gc.collect()
         assert seen["writer"]["source"] == "declared"
         assert ended == []
+
+    def test_what_a_parser_makes_of_tool_calls_is_not_told(self, model: ChatPingPong) -> None:
+        for engine in model._serving().pool.engines:
+            engine.reply = calls_a_tool_once  # type: ignore[attr-defined]
+        planner = prompt("agent", "task") | model.bind_tools([tide_time]) | {"plan": JsonOutputToolsParser()}
+        writer = ChatPromptTemplate([("human", "{plan}"), ("system", RULES)]) | model | {"report": StrOutputParser()}
+        result, seen = run(model, chain(("planner", planner), ("writer", writer)), given(1))
+        assert result["plan"][0]["type"] == "tide_time"
+        assert (seen["writer"]["source"], seen["writer"]["wasted"]) == (None, 0)
 
     @pytest.mark.parametrize("kind", ["f-string", "mustache", "placeholder"])
     def test_a_value_of_the_users_is_shown_by_the_node_alone(self, model: ChatPingPong, kind: str) -> None:

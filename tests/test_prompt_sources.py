@@ -161,6 +161,13 @@ class TestLearned:
         assert all(certificate["static"] > len(RULES) for certificate in seen[1:])
         assert [certificate["wasted"] for certificate in seen[2:]] == [0, 0, 0]
 
+    def test_nothing_is_kept_of_a_run_that_is_over(self, model: ChatPingPong) -> None:
+        graph = chain(model)
+        for number in range(3):
+            run(model, graph, given(number))
+        planner = model._serving().pool.planner
+        wait_until(lambda: not planner._books, 5, "end of runs")
+
     def test_result_is_that_of_the_plain_graph(self, model: ChatPingPong) -> None:
         plain = chain(model.model_copy(update={"overlap": "off"}))
         graph = chain(model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import stat
 import subprocess
 import sys
@@ -372,6 +374,16 @@ class TestWriting:
         for thread in threads:
             thread.join()
         assert {site["tenant"] for site in sites(file)} == {f"{w}.{n}" for w in range(4) for n in range(10)}
+
+    def test_who_keeps_the_folder_locked_does_not_stop_a_process_from_ending(self, file: Path) -> None:
+        """As in `flock folder python program.py`."""
+        handle = os.open(file.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            subprocess.run([sys.executable, "-c", PROGRAM, str(file), "1"], check=True, timeout=60)
+        finally:
+            os.close(handle)
+        assert sites(file)
 
     def test_an_outcome_that_was_not_known_yet_is_saved_later(self, file: Path) -> None:
         class Loop:

@@ -559,6 +559,14 @@ def test_a_failed_start_is_said_at_the_call_and_can_be_tried_again(two_stubs: li
         assert model.invoke("Hello.").content
 
 
+def test_a_client_of_the_wrong_kind_is_refused() -> None:
+    model = ChatPingPong(
+        model="stub", tokenizer=TOKENIZER, base_urls=[UNREACHABLE], http_client=openai.DefaultHttpxClient
+    )
+    with pytest.raises(ConfigError, match=r"http_client=.*AsyncClient"):
+        model.start()
+
+
 def test_the_http_client_can_be_the_users_own(two_stubs: list[StubServer]) -> None:
     made = []
 

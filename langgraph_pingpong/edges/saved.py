@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,9 @@ MAX_BYTES = 4_000_000
 
 SAVE_AFTER_S = 5.0
 """How long after something was learned the file is written, in seconds, with all that was learned meanwhile."""
+
+LOCK_WITHIN_S = 2.0
+"""How long the file is waited for while another process writes it, in seconds."""
 
 
 @dataclass
@@ -242,16 +246,32 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """One process at a time, so that none overwrites what another has just added.
 
-    Where there is no such lock, the last one wins: something is learned once more.
+    Where there is no such lock, or somebody keeps it, the last one wins: something is learned once more.
     """
     handle = None
     with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
         handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        _lock(handle)
     try:
         yield
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Wait for the lock, but not for ever: the exit of the interpreter waits with us.
+
+    Raises:
+        OSError: somebody keeps it, or there are no locks here.
+    """
+    import fcntl
+
+    until = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.01)

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.output_parsers import BaseLLMOutputParser
+from langchain_core.output_parsers import BaseLLMOutputParser, JsonOutputToolsParser
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.prompts.chat import (
@@ -102,7 +102,7 @@ def _is_model(step: Runnable[Any, Any]) -> bool:
 
 
 def _is_pure(step: Any) -> bool:
-    """Whether a step is LangChain's own and runs nothing of the user's."""
+    """Whether a step is LangChain's own, runs nothing of the user's, and makes of made-up values what they are."""
     if _is(step, RunnableSequence, RunnableBinding):
         return (steps := _steps(step))[0] is not step and all(map(_is_pure, steps))
     if _is(step, RunnableParallel):
@@ -113,6 +113,8 @@ def _is_pure(step: Any) -> bool:
         return step.func is None and step.afunc is None
     if _is(step, RunnableLambda):
         return isinstance(getattr(step, "func", None), operator.itemgetter)
+    if _is(step, JsonOutputToolsParser):
+        return False  # it is pure, but a made-up answer has no tool calls
     return _is(step, RunnablePick, BaseLLMOutputParser) or _is_pure_prompt(step)
 
 

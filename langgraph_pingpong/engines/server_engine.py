@@ -15,6 +15,7 @@ from langgraph_pingpong.config import ServerAddress, ServerConfig
 from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.errors import (
     CallRefused,
+    ConfigError,
     EngineDead,
     PingPongError,
     ServerFailed,
@@ -106,6 +107,7 @@ class ServerEngine:
         """Ask the server what it serves, and for one token.
 
         Raises:
+            ConfigError: `http_client` makes something else than a client.
             WrongServer: it serves another model than `model`, or another context length than the other servers.
             ServerFailed: it cannot be reached, wants another key, or is no vLLM server.
         """
@@ -126,13 +128,16 @@ class ServerEngine:
 
         config = self._config
         silence = DEFAULT_TIMEOUT.read if config.timeout is None else config.timeout
-        return AsyncOpenAI(
-            base_url=self._address.url,
-            api_key=config.api_key or NO_KEY,
-            timeout=Timeout(silence, connect=DEFAULT_TIMEOUT.connect),
-            max_retries=DEFAULT_MAX_RETRIES if config.max_retries is None else config.max_retries,
-            http_client=config.http_client() if config.http_client else None,
-        )
+        try:
+            return AsyncOpenAI(
+                base_url=self._address.url,
+                api_key=config.api_key or NO_KEY,
+                timeout=Timeout(silence, connect=DEFAULT_TIMEOUT.connect),
+                max_retries=DEFAULT_MAX_RETRIES if config.max_retries is None else config.max_retries,
+                http_client=config.http_client() if config.http_client else None,
+            )
+        except TypeError as error:
+            raise ConfigError(f"What http_client= made cannot be used: {error}") from error
 
     @property
     def _starting(self) -> AsyncOpenAI:
