@@ -138,8 +138,8 @@ class Planner:
 
 def tenant_of(config: RunnableConfig) -> Hashable:
     """Whose run it is: tenants do not learn from each other and share no cached prefixes. None is a tenant, too."""
-    tenant: Hashable = config.get("configurable", {}).get("tenant")
-    return tenant
+    tenant = config.get("configurable", {}).get("tenant")
+    return tenant if isinstance(tenant, Hashable) else repr(tenant)
 
 
 def cache_salt(config: RunnableConfig) -> str | None:

@@ -381,6 +381,14 @@ class TestLearned:
         _, same = run(model, graph, given(3), {"configurable": {"tenant": "one"}})
         assert same["writer"]["source"] == "learned"
 
+    def test_a_tenant_may_be_anything(self, model: ChatPingPong) -> None:
+        graph = chain(model)
+        for number in range(2):
+            _, seen = run(model, graph, given(number), {"configurable": {"tenant": {"id": 1}}})
+        assert seen["writer"]["source"] == "learned"
+        _, other = run(model, graph, given(2), {"configurable": {"tenant": {"id": 2}}})
+        assert other["writer"]["source"] is None
+
     def test_tenants_share_no_cached_prefix(self, model: ChatPingPong) -> None:
         graph = chain(model)
         for tenant in ("one", "one", "two", None):
