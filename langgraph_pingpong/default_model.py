@@ -269,14 +269,16 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=dense
     )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    _split_digits(tokenizer)
-    for name, token_id in _special_ids(gguf).items():  # some releases of transformers take one for the other
-        setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+    special = _special_ids(gguf)  # some releases of transformers take one for the other
+    for name, token_id in special.items():
         for settings in (model.config, model.generation_config):
             setattr(settings, f"{name}_token_id", token_id)
     model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    _split_digits(tokenizer)
+    for name, token_id in special.items():
+        setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
     tokenizer.save_pretrained(folder)
     _check_tokenizer(AutoTokenizer.from_pretrained(folder))
 
