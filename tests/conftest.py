@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test asks a model hub
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from langchain_core.prompts import ChatPromptTemplate
