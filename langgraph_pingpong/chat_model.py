@@ -316,7 +316,7 @@ class ChatPingPong(Settings):
     async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
         pool = prepared.serving.pool
         session, call = session_of(prepared.owner, pool), prepared.call
-        planned = prepared.begin() if prepared.begin else None
+        planned = self._begin(prepared)
         if planned is not None:
             call = replace(call, key=planned.record.key, plan=planned.plan)
             planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
@@ -337,6 +337,13 @@ class ChatPingPong(Settings):
         finally:
             if answer is None and planned is not None:
                 planned.end(None)
+
+    def _begin(self, prepared: _Prepared) -> PlannedCall | None:
+        """A call of a graph begins, of which edges may leave."""
+        planned = prepared.begin() if prepared.begin else None
+        if planned is not None and self.speculate:
+            planned.remember_sampling(prepared.call.request, prepared.serving.pool.engines[0].max_model_len)
+        return planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from uuid import uuid4
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.pool import EnginePool, Lease
+from langgraph_pingpong.speculation import Speculation
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.trace import Trace
 
@@ -65,7 +66,8 @@ class Certificate:
 
     All counts are tokens of it: `static` and `streamed` were prefilled by the edge before and while the upstream
     spoke, and are part of the real prompt; `wasted` were prefilled and are not. `cached` is what the engine found
-    in its prefix cache when the call came, None where a server does not tell. `ttft_ms` counts from the moment the
+    in its prefix cache when the call came, None where a server does not tell. `ready` counts tokens of the answer that
+    were there when the call came. `ttft_ms` counts from the moment the
     upstream finished (for a first node from its own start) to the first token, `total_ms` from there to the last.
     `ids_equal` compares the ids the engine answered with the fully rendered prompt. `source` tells who foresaw it.
     """
@@ -82,6 +84,7 @@ class Certificate:
     streamed: int
     wasted: int
     appends: int
+    ready: int
     ttft_ms: float
     total_ms: float
     fallback: str | None
@@ -160,10 +163,10 @@ class Session:
         Raises:
             EngineError: the engine that answers failed.
         """
-        ids = call.request.prompt_token_ids
         since = self._last_finish or time.monotonic()
         edge = self._claim(call)
-        prefilled = edge.finalize(ids) if edge else Prefilled()
+        prefilled = edge.finalize(call.request) if edge else Prefilled()
+        begun = edge.take_answer(call.request) if edge else None
         lease = edge.lease if edge else self.pool.lease(self.start + self._calls)
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
@@ -171,7 +174,7 @@ class Session:
         try:
             if edge:
                 await edge.stopped()
-            async with aclosing(self._generate(call, lease, prefilled, since)) as deltas:
+            async with aclosing(self._generate(call, lease, prefilled, since, begun)) as deltas:
                 async for delta, certificate in deltas:
                     said = call.read(delta)
                     if delta.index == 0:  # of several answers to one prompt, LangChain's invoke returns the first
@@ -181,11 +184,13 @@ class Session:
                         self._last_finish = time.monotonic()
                     yield delta, said, certificate
         finally:
+            if begun:
+                begun.stop()
             lease.release()
             await outgoing.close(finished)
 
     async def _generate(
-        self, call: Call, lease: Lease, prefilled: Prefilled, since: float
+        self, call: Call, lease: Lease, prefilled: Prefilled, since: float, begun: Speculation | None
     ) -> AsyncGenerator[tuple[Delta, Certificate | None]]:
         """The engine's deltas, measured and checked."""
         device, ids = lease.engine.device, call.request.prompt_token_ids
@@ -194,7 +199,8 @@ class Session:
         seen: tuple[int, ...] | None = None
         cached: int | None = None
         said, ttft_ms, unfinished = 0, 0.0, call.request.sampling.get("n", 1)
-        async with aclosing(lease.engine.generate(call.request)) as deltas:
+        answer = begun.deltas() if begun else lease.engine.generate(call.request)
+        async with aclosing(answer) as deltas:
             async for delta in deltas:
                 cached = cached if delta.num_cached_tokens is None else delta.num_cached_tokens
                 if seen is None:

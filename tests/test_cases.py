@@ -365,7 +365,7 @@ class TestWholeBlocks:
             for size in sizes:
                 edge.feed(WRITER, str(size))
                 await asyncio.sleep(0.01)
-            prefilled = edge.finalize(range(sizes[-1] + 5))
+            prefilled = edge.finalize(Request(tuple(range(sizes[-1] + 5))))
             await edge.stopped()
             edge.lease.release()
             lease.release()

@@ -19,11 +19,12 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 LAYERS = """
 errors
 trace segments engines.base
-growing config default_model loop engines.main_guard
+growing config default_model loop engines.main_guard speculation
 tokens pool
 growing_prompt
 streaming_edge edges
-engines.fake_engine engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
+engines.fake_engine engines.vllm_appends
+engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 calls calling answers
 settings
@@ -36,7 +37,7 @@ HOSTS = {
     "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
     "langchain": (),
-    "vllm": ("engines.vllm_engine", "engines.vllm_parsers"),
+    "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers"),
     "openai": ("engines.server_engine", "engines.server_processes"),
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,36 @@ MODES = ("off", "on")
 def alternate(number: int) -> Sequence[str]:
     """Which mode goes first changes from run to run, so that a drift of the machine favours neither."""
     return MODES if number % 2 == 0 else MODES[::-1]
+
+
+def circumstances(devices: Sequence[str], model: str, engine_args: str) -> dict[str, Any]:
+    """What stands beside the figures of a run on engines; `line` is all of it as Markdown."""
+    packages = versions()
+    known = {
+        "command": shlex.join(["python", "-m", f"langgraph_pingpong.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(*gpus(devices)),
+        "devices": list(devices),
+        "model": model or "SmolLM2-135M-Instruct",
+        "engine_args": engine_args,
+        "python": platform.python_version(),
+        "versions": packages,
+    }
+    named = ", ".join(f"{name} {version}" for name, version in packages.items())
+    line = (
+        f"`{known['command']}`\n\n{known['date']}; {known['machine']}; devices {', '.join(devices)}; "
+        f"{known['model']}, engine arguments {engine_args}; Python {known['python']}; {named}."
+    )
+    return {**known, "line": line}
+
+
+def gpus(devices: Sequence[str]) -> list[str]:
+    """The names of the GPUs, as their driver tells them."""
+    if not devices[0].startswith("cuda"):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
 
 
 def machine(*more: str) -> str:

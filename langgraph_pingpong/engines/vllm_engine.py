@@ -1,4 +1,4 @@
-"""Stock vLLM in this process: one `AsyncLLM` on one device. Only this module and vllm_parsers.py import vLLM."""
+"""Stock vLLM in this process: one `AsyncLLM` on one device. Only vllm_*.py import vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of, refuse_unknown
-from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
+from langgraph_pingpong.engines.vllm_appends import ONE_IN, AppendsBook, Pieces, VllmAppends, are_sound, token_prompt
 from langgraph_pingpong.errors import (
     CallRefused,
     EngineDead,
@@ -47,6 +48,11 @@ _ENVIRONMENT = {
 }
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+PIECE_TOKENS = 256
+"""The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
+time it takes to read its weights once, which a decode step does anyway."""
+
 _BUILDING = threading.Lock()
 """Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
 
@@ -63,6 +69,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
+        self._appends = AppendsBook(0, 0)
 
     @property
     def device(self) -> str:
@@ -85,9 +92,15 @@ class VllmEngine:
         return int(self._engine.vllm_config.model_config.max_model_len)
 
     @property
+    def piece_tokens(self) -> int:
+        """How many tokens of a prefill a decode step can carry along: those of the largest captured graph."""
+        captured = self._engine.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        return max((size for size in captured if size <= PIECE_TOKENS), default=PIECE_TOKENS)
+
+    @property
     def num_unfinished(self) -> int:
-        """Requests that were sent and are neither finished nor aborted."""
-        return len(self._running)
+        """Requests that were sent and are neither finished nor aborted; appends count while a piece is computed."""
+        return len(self._running) + self._appends.computing
 
     @property
     def _engine(self) -> AsyncLLM:
@@ -125,12 +138,24 @@ class VllmEngine:
         prompt = tuple(range(1, 2 * self.block_size))
         async for _ in self.generate(Request(prompt, {"max_tokens": 2, "ignore_eos": True})):
             pass
+        await self._try_appends()
         await self.reset_prefix_cache()
+
+    async def _try_appends(self) -> None:
+        """Growing prompts are used where they turn out right; everywhere else prefills do."""
+        config = self._engine.vllm_config
+        capacity = (config.cache_config.num_gpu_blocks or 0) * self.block_size
+        book = AppendsBook(capacity, config.scheduler_config.max_num_seqs // ONE_IN)
+        if book.max_open:
+            self._appends = book
+            if not await are_sound(self):
+                self._appends = AppendsBook(0, 0)
 
     async def stop(self) -> None:
         """Shut the engine's process down."""
         if self._llm is None:
             return
+        await self._appends.close()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
@@ -147,36 +172,59 @@ class VllmEngine:
             EngineDead: the engine's process ended.
         """
         first, likeliest = True, request.sampling.get("logprobs") or 0
-        async with aclosing(self._outputs(request)) as outputs:
-            async for output in outputs:
-                for answer in output.outputs:
-                    yield _to_delta(output, answer, first, likeliest)
-                    first = False
+        longest = len(request.prompt_token_ids) + (request.sampling.get("max_tokens") or 0)
+        with self._appends.answer(longest):
+            async with aclosing(self._outputs(request, priority=0)) as outputs:
+                async for output in outputs:
+                    for answer in output.outputs:
+                        yield _to_delta(output, answer, first, likeliest)
+                        first = False
 
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
         cached = 0
-        bare = dataclasses.replace(request, sampling={"max_tokens": 1, "temperature": 0.0})
-        async with aclosing(self._outputs(bare)) as outputs:
+        bare = dataclasses.replace(request, sampling=_ONE_TOKEN)
+        async with aclosing(self._outputs(bare, PREFILL_PRIORITY)) as outputs:
             async for output in outputs:
                 cached = output.num_cached_tokens or cached
         return cached
 
+    def open_appends(self, cache_salt: str | None = None) -> VllmAppends | None:
+        """Begin a prompt that grows; None where that is not sound or too many are open.
+
+        Raises:
+            EngineDead: the engine is not running.
+        """
+        bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
+        limit = self.max_model_len
+        return self._appends.open(lambda pieces: self._sent(pieces, bare, PREFILL_PRIORITY), cache_salt, limit)
+
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten."""
+        await self._appends.close()
         await self._engine.reset_prefix_cache()
 
-    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput]:
+    async def _outputs(self, request: Request, priority: int) -> AsyncGenerator[RequestOutput]:
+        self._running.add(request.request_id)
+        try:
+            async with aclosing(self._sent(token_prompt(request), request, priority)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._running.discard(request.request_id)
+
+    async def _sent(
+        self, prompt: dict[str, Any] | Pieces, request: Request, priority: int
+    ) -> AsyncGenerator[RequestOutput]:
+        """What vLLM says to a prompt, or to the pieces of one."""
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
-        self._running.add(request.request_id)
+        by_priority = engine.vllm_config.scheduler_config.policy == "priority"
+        params, place = self._params(request), priority if by_priority else 0
         try:
-            stream = engine.generate(prompt, self._params(request), request.request_id)  # type: ignore[arg-type]
+            stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
@@ -184,8 +232,6 @@ class VllmEngine:
             raise EngineDead(f"The engine on {self.device} died.") from error
         except (ValueError, VLLMValidationError) as error:
             raise CallRefused(f"vLLM refused the call: {error}") from error
-        finally:
-            self._running.discard(request.request_id)
 
     def _params(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
