@@ -207,10 +207,11 @@ class StreamingEdge:
         self._stop_appending()
         ids = request.prompt_token_ids
         right = common_prefix(self.upcoming.prompt.ids[: self._done], ids)
-        static = min(right, self.upcoming.prompt.static_tokens)
         wasted = self._done - right + self._misled
-        taken = self._speculation
-        ready = taken.ready if taken and taken.fits(request) else 0
+        begun = self._speculation
+        ready = begun.ready if begun and begun.fits(request) else 0
+        right = len(ids) if ready else right
+        static = min(right, self.upcoming.prompt.static_tokens)
         self._emit("finalize", static=static, streamed=right - static, wasted=wasted, ready=ready)
         return Prefilled(
             self._upstream, self.upcoming.source, static, right - static, wasted, self._appends, ready, self._failure
