@@ -6,6 +6,7 @@
     │   ├── BaseUrlError
     │   ├── SettingOfServers
     │   ├── WrongServer
+    │   ├── NotExact
     │   ├── UnknownSetting
     │   ├── ModelNotFound
     │   ├── NoChatTemplate
@@ -70,6 +71,12 @@ class WrongServer(ConfigError):
     """A server serves another model than this side renders prompts for, or they do not serve alike."""
 
     hint = "Start every server with the same model and max_model_len, and pass model= with its folder or id."
+
+
+class NotExact(ConfigError):
+    """What exact="bits" promises cannot be kept with the other settings, or with this model."""
+
+    hint = "Leave the other setting out, or take exact='ids', which promises equal prompts only."
 
 
 class UnknownSetting(ConfigError):

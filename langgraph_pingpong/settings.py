@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from langgraph_pingpong.calling import ConfigAwareChatModel
 from langgraph_pingpong.calls import OWN, SAMPLING
 from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unknown
-from langgraph_pingpong.errors import SettingOfServers
+from langgraph_pingpong.errors import NotExact, SettingOfServers
+from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.pool import EnginePool
 
 ENGINE_SETTINGS = (
@@ -20,6 +21,7 @@ ENGINE_SETTINGS = (
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "enforce_eager",
+    "exact",
     "engine_args",
 )
 
@@ -72,6 +74,18 @@ class Settings(ConfigAwareChatModel):
     """
     overlap: Literal["on", "off"] = "on"
     """'off' is the same program without prefills: the baseline."""
+    exact: Exact = "ids"
+    """What is equal to a run with `overlap="off"` (and the same `exact`), whatever was cached or runs beside it.
+
+    "ids": the token ids of every prompt. Texts may part where two tokens are about as likely, as in any batch of
+    vLLM's, which rounds differently in another one.
+
+    "bits": the answers, too, their tokens and log-probabilities, on devices of one kind. With GPUs of compute
+    capability 8.0 or more that is vLLM's batch-invariant mode, whose kernels are slower. Elsewhere each engine computes
+    one request at a time, in steps of 128 tokens: an answer waits for others of its device, and a cached prefix ends at
+    a multiple of 128 and never within an answer. Sampled answers need a `seed`, too. Servers are exact if they are
+    started so: `pingpong serve --exact bits`.
+    """
     defer_downstream: bool = True
     """Prefill the next prompt from the upstream's first token on; False starts with the upstream's prefill."""
     chat_template: str | None = None
@@ -109,6 +123,10 @@ class Settings(ConfigAwareChatModel):
             if (base_urls := values.get("base_urls")) is not None:
                 parse_base_urls(base_urls)
                 _refuse_settings_of_servers(values)
+            if values.get("pool") is not None and values.get("exact", "ids") != "ids":
+                raise NotExact(
+                    "exact='bits' comes too late for a pool's engines: make them with engine_pool(exact=...)."
+                )
         return values
 
     @property
@@ -133,6 +151,8 @@ class Settings(ConfigAwareChatModel):
 
 
 def _refuse_settings_of_servers(values: dict[str, Any]) -> None:
+    if values.get("exact") == "bits":
+        raise SettingOfServers("exact='bits' is up to the servers: start them with `pingpong serve --exact bits`.")
     for name in ("devices", "pool", *ENGINE_SETTINGS):
-        if values.get(name) not in (None, {}):
+        if values.get(name) not in (None, {}, "ids"):
             raise SettingOfServers(f"{name}= and base_urls= cannot go together.")
