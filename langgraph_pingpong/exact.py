@@ -106,7 +106,7 @@ def check_settled(wanted: Mapping[str, Any], settled: Any) -> None:
 
 
 def batch_invariant(kind: str) -> bool:
-    """Whether engines on devices of a kind can be in vLLM's batch-invariant mode, and the user did not switch it off."""
+    """Whether devices of a kind can be in vLLM's batch-invariant mode, and the user did not switch it off."""
     return kind == "cuda" and os.environ.get(BATCH_INVARIANT) != "0" and _lowest_capability() >= _SINCE_CAPABILITY
 
 

@@ -124,9 +124,7 @@ class Settings(ConfigAwareChatModel):
                 parse_base_urls(base_urls)
                 _refuse_settings_of_servers(values)
             if values.get("pool") is not None and values.get("exact", "ids") != "ids":
-                raise NotExact(
-                    "exact='bits' comes too late for a pool's engines: make them with engine_pool(exact=...)."
-                )
+                raise NotExact("exact='bits' is up to the engines of the pool: make it with engine_pool(exact='bits').")
         return values
 
     @property
@@ -154,5 +152,5 @@ def _refuse_settings_of_servers(values: dict[str, Any]) -> None:
     if values.get("exact") == "bits":
         raise SettingOfServers("exact='bits' is up to the servers: start them with `pingpong serve --exact bits`.")
     for name in ("devices", "pool", *ENGINE_SETTINGS):
-        if values.get(name) not in (None, {}, "ids"):
+        if name != "exact" and values.get(name) not in (None, {}):
             raise SettingOfServers(f"{name}= and base_urls= cannot go together.")
