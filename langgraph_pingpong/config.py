@@ -83,7 +83,8 @@ class ServerAddress:
         if "@" in parts.netloc:
             raise BaseUrlError(f"{_without_user(text)!r} has a user name or password in it: use api_key= instead.")
         if parts.query or parts.fragment:
-            raise BaseUrlError(f"{text!r} has a query or fragment, which a base URL cannot have.")
+            bare = parts._replace(query="", fragment="").geturl()  # a query may hold a key
+            raise BaseUrlError(f"{bare!r} has a query or fragment, which a base URL cannot have.")
         return cls(text.strip().rstrip("/"))
 
     def at_root(self, path: str) -> str:

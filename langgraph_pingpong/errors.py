@@ -10,6 +10,7 @@
     │   ├── UnknownSetting
     │   ├── ModelNotFound
     │   ├── NoChatTemplate
+    │   ├── CannotEscape
     │   ├── TemplateRefused
     │   ├── CallRefused
     │   ├── UnknownParser
@@ -95,6 +96,12 @@ class NoChatTemplate(ConfigError):
     """The model's tokenizer has no chat template."""
 
     hint = "Use an instruct model, or pass chat_template= with a Jinja template."
+
+
+class CannotEscape(ConfigError):
+    """Special tokens in users' text cannot be kept text with this tokenizer."""
+
+    hint = "Use the model's fast tokenizer, or leave escape_markers= out."
 
 
 class TemplateRefused(ConfigError):

@@ -32,7 +32,8 @@ CLIENT_SETTINGS = ("timeout", "max_retries", "http_client")
 class Settings(ConfigAwareChatModel):
     """What a user can set on the model. Settings of engines carry vLLM's names."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    # An input of the wrong type is not quoted: it may be a key.
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, hide_input_in_errors=True)
 
     model: str | None = None
     """A folder or Hugging Face id; None is the small default model, made ready on first use."""
@@ -65,8 +66,11 @@ class Settings(ConfigAwareChatModel):
 
     Engines in this process have no requests that get lost: nothing is sent again.
     """
-    api_key: SecretStr | None = None
-    """The key that servers ask for. Engines in this process ask for none."""
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    """The key that servers ask for. Engines in this process ask for none.
+
+    It stays in this process: dumps, pickles and checkpoints of the model are without it.
+    """
     http_client: Callable[[], Any] | None = Field(default=None, exclude=True)
     """Makes the HTTP client for each server, for TLS and proxies: `lambda: openai.DefaultAsyncHttpxClient(verify=...)`.
 
@@ -90,6 +94,12 @@ class Settings(ConfigAwareChatModel):
     """Prefill the next prompt from the upstream's first token on; False starts with the upstream's prefill."""
     chat_template: str | None = None
     """A Jinja template in place of the model's own."""
+    escape_markers: bool | None = None
+    """Whether text in messages that spells a special token, like `<|im_end|>`, stays text: in prompts and on edges.
+
+    None is yes with engines in this process, and with servers what vLLM's own chat API does: such text is the token.
+    True takes a fast tokenizer. It is settled when the engines are made; copies of a model share them.
+    """
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, for example `{"enable_thinking": False}`."""
     tool_parser: str = "hermes"
