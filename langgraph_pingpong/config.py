@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, UnknownSetting
+from langgraph_pingpong.exact import Exact, check_exact, exact_args, exact_environment
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
 
@@ -82,7 +83,8 @@ class ServerAddress:
         if "@" in parts.netloc:
             raise BaseUrlError(f"{_without_user(text)!r} has a user name or password in it: use api_key= instead.")
         if parts.query or parts.fragment:
-            raise BaseUrlError(f"{text!r} has a query or fragment, which a base URL cannot have.")
+            bare = parts._replace(query="", fragment="").geturl()  # a query may hold a key
+            raise BaseUrlError(f"{bare!r} has a query or fragment, which a base URL cannot have.")
         return cls(text.strip().rstrip("/"))
 
     def at_root(self, path: str) -> str:
@@ -196,11 +198,15 @@ def check_devices(devices: Sequence[Device], tensor_parallel_size: int = 1) -> N
             taken[index] = device
 
 
-def cores_for(device: Device, devices: Sequence[Device]) -> list[int]:
-    """The cores a CPU engine is bound to: an equal, contiguous share, so that engines do not disturb each other."""
+def cores_for(device: Device, devices: Sequence[Device], exact: Exact = "ids") -> list[int]:
+    """The cores a CPU engine is bound to: an equal, contiguous share, so that engines do not disturb each other.
+
+    For answers equal to the bit every engine has as many, and a core may be left: how a sum is split depends on it.
+    """
     cores = usable_cores()
     rank, count = list(devices).index(device), len(devices)
-    return cores[rank * len(cores) // count : (rank + 1) * len(cores) // count]
+    shared = len(cores) // count * count if exact == "bits" else len(cores)
+    return cores[rank * shared // count : (rank + 1) * shared // count]
 
 
 def gpus_of(device: Device, width: int) -> list[str]:
@@ -216,9 +222,12 @@ def gpus_of(device: Device, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What to serve and how. Every field except `devices` has vLLM's name and reaches vLLM unchanged.
+    """What to serve and how. Every field except `devices` and `exact` has vLLM's name and reaches vLLM unchanged.
 
     None means vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens.
+
+    Raises:
+        NotExact: the settings contradict `exact`.
     """
 
     model: str
@@ -228,7 +237,17 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
     enforce_eager: bool | None = None
+    exact: Exact = "ids"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_exact(self.exact)
+        _ = self.vllm_args
+
+    @property
+    def kind(self) -> str:
+        """That of its devices."""
+        return self.devices[0].kind
 
     @cached_property
     def vllm_args(self) -> dict[str, Any]:
@@ -241,8 +260,14 @@ class EngineConfig:
             "enforce_eager": self.enforce_eager,
         }
         given = {name: value for name, value in named.items() if value is not None}
-        defaults = _CPU_DEFAULTS if self.devices[0].kind == "cpu" else {}
-        return {**_DEFAULTS, **defaults, **given, **self.engine_args, "model": self.model}
+        defaults = _CPU_DEFAULTS if self.kind == "cpu" else {}
+        exact = exact_args(self.kind, self.engine_args) if self.exact == "bits" else {}
+        return {**_DEFAULTS, **defaults, **given, **self.engine_args, **exact, "model": self.model}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that vLLM has settings of these devices in."""
+        return exact_environment(self.kind) if self.exact == "bits" else {}
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -18,8 +18,8 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 
 LAYERS = """
 errors
-trace segments engines.base
-growing config default_model loop engines.main_guard speculation
+trace segments engines.base exact
+growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
 tokens pool
 growing_prompt
 streaming_edge edges
@@ -37,7 +37,7 @@ HOSTS = {
     "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
     "langchain": (),
-    "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers"),
+    "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers", "engines.prompt_scheduler"),
     "openai": ("engines.server_engine", "engines.server_processes"),
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine"),

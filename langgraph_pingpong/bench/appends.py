@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from langgraph_pingpong.bench.common import circumstances, table, write_lines
+from langgraph_pingpong.bench.common import circumstances, table, told, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 from langgraph_pingpong.engines.base import Engine, Request
@@ -33,13 +33,16 @@ def main(  # noqa: PLR0913 - a parameter an option
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "512,1024,2048,4096,7680",
     appends: Annotated[int, typer.Option(min=2, help="of each kind at each length")] = 30,
     device: Annotated[str, typer.Option(help="empty: the machine's first")] = "",
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
     model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
     engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
 ) -> None:
     """Time appends at different lengths of the prompt."""
     place = device or default_devices()[0]
-    lines: list[dict[str, Any]] = [{"setup": circumstances([place], model, engine_args)}]
-    with ChatPingPong(model=model or None, devices=[place], engine_args=json.loads(engine_args)) as chat_model:
+    named = {"model": model or "SmolLM2-135M-Instruct", "dtype": dtype, "engine_args": engine_args}
+    lines: list[dict[str, Any]] = [{"setup": circumstances("appends", [place], **named)}]
+    settings = {"model": model or None, "devices": [place], "dtype": dtype, "engine_args": json.loads(engine_args)}
+    with ChatPingPong(**settings) as chat_model:
         pool = chat_model._serving().pool
         engine = pool.engines[0]
         lines[0]["setup"]["deltas"] = pool.loop.run(_has_deltas(engine))
@@ -109,7 +112,7 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     ]
     parts = [
         "# What an append of one cache block costs",
-        setup["line"],
+        told(setup),
         table(["append as", "tokens before", "median ms", "min", "max"], rows),
     ]
     return "\n\n".join(parts) + "\n"

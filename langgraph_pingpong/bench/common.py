@@ -22,36 +22,6 @@ def alternate(number: int) -> Sequence[str]:
     return MODES if number % 2 == 0 else MODES[::-1]
 
 
-def circumstances(devices: Sequence[str], model: str, engine_args: str) -> dict[str, Any]:
-    """What stands beside the figures of a run on engines; `line` is all of it as Markdown."""
-    packages = versions()
-    known = {
-        "command": shlex.join(["python", "-m", f"langgraph_pingpong.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(*gpus(devices)),
-        "devices": list(devices),
-        "model": model or "SmolLM2-135M-Instruct",
-        "engine_args": engine_args,
-        "python": platform.python_version(),
-        "versions": packages,
-    }
-    named = ", ".join(f"{name} {version}" for name, version in packages.items())
-    line = (
-        f"`{known['command']}`\n\n{known['date']}; {known['machine']}; devices {', '.join(devices)}; "
-        f"{known['model']}, engine arguments {engine_args}; Python {known['python']}; {named}."
-    )
-    return {**known, "line": line}
-
-
-def gpus(devices: Sequence[str]) -> list[str]:
-    """The names of the GPUs, as their driver tells them."""
-    if not devices[0].startswith("cuda"):
-        return []
-    import torch
-
-    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
-
-
 def machine(*more: str) -> str:
     """Processor, cores, `more` parts, and system."""
     return ", ".join([_processor(), f"{os.cpu_count()} cores", *more, platform.system()])
@@ -60,6 +30,39 @@ def machine(*more: str) -> str:
 def versions() -> dict[str, str]:
     """Those of the installed packages that matter."""
     return {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+
+
+def circumstances(module: str, devices: Sequence[str], **settings: Any) -> dict[str, Any]:
+    """The command of a benchmark, when and where it ran, on what, and with which settings."""
+    return {
+        "command": shlex.join(["python", "-m", f"langgraph_pingpong.bench.{module}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(*_gpus(devices)),
+        "devices": list(devices),
+        **settings,
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+
+
+def told(setup: dict[str, Any]) -> str:
+    """Circumstances of a run on engines, as text."""
+    versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    engines = f"{setup['model']} in {setup['dtype']}, engine arguments {setup['engine_args']}"
+    seed = f"seed {setup['seed']}; " if "seed" in setup else ""
+    return (
+        f"`{setup['command']}`\n\n{setup['date']}; {setup['machine']}; devices {', '.join(setup['devices'])}; "
+        f"{engines}; {seed}Python {setup['python']}; {versions}."
+    )
+
+
+def _gpus(devices: Sequence[str]) -> list[str]:
+    """The names of the GPUs, as their driver tells them."""
+    if not devices[0].startswith("cuda"):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
 
 
 def _processor() -> str:

@@ -22,6 +22,7 @@ from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_tab
 from langgraph_pingpong.cli.screen import Screen
 from langgraph_pingpong.cli.serve import serve
 from langgraph_pingpong.errors import ConfigError, SettingOfServers
+from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.trace import JsonLines
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answe
 GpuMemory = Annotated[
     float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.", rich_help_panel=_MODEL)
 ]
+ExactSwitch = Annotated[
+    Exact | None,
+    typer.Option(
+        help="bits: answers equal to those with overlap off; slower.", show_default="ids", rich_help_panel=_MODEL
+    ),
+]
 Defer = Annotated[
     bool,
     typer.Option("--defer/--no-defer", help="Prefill from the upstream's first token on, or from its start."),
@@ -115,12 +122,18 @@ def run(  # noqa: PLR0913 - a parameter for each option
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: GpuMemory = None,
+    exact: ExactSwitch = None,
 ) -> None:
     """Run a graph, show what its agents say, and what each turn took.
 
     With --compare the exit code is 1 if any prompt differs between the runs.
     """
-    engines = {"dtype": dtype, "max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
+    engines = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        **({"exact": exact} if exact else {}),
+    }
     calls = {"temperature": temperature, "seed": seed, "defer_downstream": defer}
     modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
     console = Console()
@@ -144,6 +157,8 @@ def _serve(model: str | None, devices: str | None, base_urls: str | None, engine
 
     if base_urls is None:
         return make_serving(model, devices.split(",") if devices else None, engines)
+    if engines.get("exact") == "bits":
+        raise SettingOfServers("--exact bits is up to the servers: start them with `pingpong serve --exact bits`.")
     for name, value in {"devices": devices, **engines}.items():
         if value is not None:
             raise SettingOfServers(f"--{name.replace('_', '-')} and --base-urls cannot go together.")

@@ -26,6 +26,7 @@ from langgraph_pingpong.errors import (
     NotEnoughMemory,
     PingPongError,
 )
+from langgraph_pingpong.exact import check_settled
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -113,9 +114,12 @@ class VllmEngine:
 
         Raises:
             EngineStartFailed: vLLM could not build it.
+            NotExact: it settled on other values than `exact` needs.
         """
         try:
             self._llm = await asyncio.to_thread(self._build)
+            if self._config.exact == "bits":
+                check_settled(self._config.vllm_args, self._llm.vllm_config)
             await self._warm_up()
         except PingPongError:
             raise
@@ -297,10 +301,10 @@ def check_machine(config: EngineConfig) -> None:
 
 def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
     """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    values = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    values = {name: os.environ.get(name, value) for name, value in {**_ENVIRONMENT, **config.environment}.items()}
     if device.kind == "cuda":
         return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
-    cores = cores_for(device, config.devices)
+    cores = cores_for(device, config.devices, config.exact)
     return {
         **values,
         _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
