@@ -1,4 +1,4 @@
-"""Stock vLLM in this process: one `AsyncLLM` on one device. Only this module and vllm_parsers.py import vLLM."""
+"""Stock vLLM in this process: one `AsyncLLM` on one device. Beside this, only two small modules here import vLLM."""
 
 from __future__ import annotations
 
