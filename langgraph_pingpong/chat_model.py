@@ -119,6 +119,7 @@ class ChatPingPong(Settings):
             client["api_key"] = self.api_key.get_secret_value() if self.api_key else None
             return serving_of_servers(self.model, self.base_urls, client, prompting)
         settings = {name: getattr(self, name) for name in ENGINE_SETTINGS}
+        settings["same_device"] = self.overlap == "same-device"
         if self.reasoning_parser:  # so that a grammar waits until the reasoning is over
             settings["engine_args"] = {"reasoning_parser": self.reasoning_parser, **self.engine_args}
         return make_serving(self.model, self.devices, settings, prompting)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, UnknownSetting
-from langgraph_pingpong.exact import Exact, check_exact, exact_args, exact_environment
+from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
+from langgraph_pingpong.exact import Exact, batch_invariant, check_exact, exact_args, exact_environment
+from langgraph_pingpong.same_device import Riding, riding
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
 
@@ -222,9 +223,11 @@ def gpus_of(device: Device, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What to serve and how. Every field except `devices` and `exact` has vLLM's name and reaches vLLM unchanged.
+    """What to serve and how.
 
-    None means vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens.
+    Every field except `devices`, `exact` and `same_device` has vLLM's name and reaches vLLM unchanged. None is vLLM's
+    own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`, prefills ride on
+    the decode steps of their device.
 
     Raises:
         NotExact: the settings contradict `exact`.
@@ -238,10 +241,13 @@ class EngineConfig:
     tensor_parallel_size: int | None = None
     enforce_eager: bool | None = None
     exact: Exact = "ids"
+    same_device: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_exact(self.exact)
+        if self.exact == "bits" and self.same_device and not batch_invariant(self.kind):
+            raise NotExact("overlap='same-device' contradicts exact='bits', which lets nothing share a step here.")
         _ = self.vllm_args
 
     @property
@@ -262,7 +268,13 @@ class EngineConfig:
         given = {name: value for name, value in named.items() if value is not None}
         defaults = _CPU_DEFAULTS if self.kind == "cpu" else {}
         exact = exact_args(self.kind, self.engine_args) if self.exact == "bits" else {}
-        return {**_DEFAULTS, **defaults, **given, **self.engine_args, **exact, "model": self.model}
+        rides = self.riding.engine_args if self.riding else {}
+        return {**_DEFAULTS, **defaults, **given, **self.engine_args, **rides, **exact, "model": self.model}
+
+    @property
+    def riding(self) -> Riding | None:
+        """How prefills ride on the decode steps of their device, where they shall and where that needs anything."""
+        return riding(self.kind, self.engine_args) if self.same_device else None
 
     @property
     def environment(self) -> dict[str, str]:

@@ -76,8 +76,12 @@ class Settings(ConfigAwareChatModel):
 
     A function, because a client belongs to one event loop: the engines', which is not the caller's.
     """
-    overlap: Literal["on", "off"] = "on"
-    """'off' is the same program without prefills: the baseline."""
+    overlap: Literal["on", "off", "same-device"] = "on"
+    """'off' is the same program without prefills: the baseline.
+
+    'same-device' also prefills on the device that answers, which otherwise happens elsewhere or not at all: pieces of a
+    prompt ride on its decode steps. Engines get the CUDA graphs for that when they are made.
+    """
     exact: Exact = "ids"
     """What is equal to a run with `overlap="off"` (and the same `exact`), whatever was cached or runs beside it.
 

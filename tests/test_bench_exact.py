@@ -23,6 +23,7 @@ def run_bench(output: Path, **options: Any) -> list[dict[str, Any]]:
         "max_model_len": 8192,
         "model": "",
         "engine_args": "{}",
+        "more": False,
     }
     exact.main(output, **{**settings, **options})
     return [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
@@ -47,6 +48,17 @@ def test_every_run_is_written_and_summed_up(tmp_path: Path) -> None:
 
 def test_it_ends_in_time(tmp_path: Path) -> None:
     assert len(run_bench(tmp_path / "exact", runs=50, minutes=0.0)) == 1
+
+
+def test_it_goes_on_with_a_file(tmp_path: Path) -> None:
+    first = run_bench(tmp_path / "exact", runs=1, modes="bits")
+    lines = run_bench(tmp_path / "exact", runs=2, more=True)
+    assert lines[: len(first)] == first
+    assert [(line["exact"], line["run"]) for line in lines if "run" in line] == [
+        ("bits", 0), ("bits", 1), ("ids", 0), ("ids", 1)
+    ]  # fmt: skip
+    text = (tmp_path / "exact.md").read_text()
+    assert "| bits | 2 | 8 of 8 | 2 |" in text and "| ids | 2 | 8 of 8 | 2 |" in text
 
 
 def answer(*tokens: tuple[str, dict[str, float]], prompt: str = "p") -> dict[str, Any]:

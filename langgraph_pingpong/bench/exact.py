@@ -7,7 +7,8 @@ every other pair of runs begins with empty caches, and the others find what earl
 a run as it comes, with both answers of each agent, every token's log-probability and the certificates; OUTPUT.md is a
 summary made from it. Where the answers to one prompt part, the line has the first token that differs, and how far
 apart the two candidates' log-probabilities are: more than 0.1 is no rounding, and is reported as a wrong hit.
-On GPUs: `--devices cuda:0,cuda:1 --model FOLDER --engine-args '{...}' --minutes 5`.
+With --more a file that is there already is gone on with, up to as many runs.
+On GPUs: `--devices cuda:0,cuda:1 --model FOLDER --engine-args '{...}' --minutes 4`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from langchain_core.callbacks import BaseCallbackHandler
@@ -64,12 +65,12 @@ def main(  # noqa: PLR0913 - a parameter an option
     max_model_len: Annotated[int, typer.Option(help="in tokens; 0: the model's own")] = 2048,
     model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
     engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
+    more: Annotated[bool, typer.Option("--more", help="go on with OUTPUT.jsonl")] = False,
 ) -> None:
     """Compare answers with edges off and on, in both modes of `exact`, and write down every run."""
     names = devices.split(",") if devices else list(default_devices())
     settings = {"dtype": dtype, "model": model or "SmolLM2-135M-Instruct", "engine_args": engine_args}
     lengths = {"max_tokens": max_tokens, "brief_tokens": brief_tokens}
-    lines: list[Line] = [{"setup": circumstances("exact", names, **settings, **lengths)}]
     output.parent.mkdir(parents=True, exist_ok=True)
     engines = {
         "devices": names,
@@ -78,20 +79,31 @@ def main(  # noqa: PLR0913 - a parameter an option
         "max_model_len": max_model_len or None,
         "engine_args": json.loads(engine_args),
     }
-    with output.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
-        print(json.dumps(lines[0], ensure_ascii=False), file=file, flush=True)
+    path = output.with_suffix(".jsonl")
+    lines = _read(path) if more else []
+    with path.open("a" if more else "w", encoding="utf-8") as file:
+        _write({"setup": circumstances("exact", names, **settings, **lengths)}, lines, file)
         for exact in modes.split(","):
+            have = sum(line.get("exact") == exact for line in lines)
             with ChatPingPong(**{**engines, "exact": exact}, temperature=0.0, max_tokens=max_tokens) as chat_model:
-                for line in _compared(chat_model, runs, minutes, brief_tokens):
-                    lines.append({"exact": exact, **line})
-                    print(json.dumps(lines[-1], ensure_ascii=False), file=file, flush=True)
+                for line in _compared(chat_model, range(have, runs), minutes, brief_tokens):
+                    _write({"exact": exact, **line}, lines, file)
     output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
 
 
-def _compared(model: ChatPingPong, runs: int, minutes: float, brief_tokens: int) -> Iterator[Line]:
+def _read(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _write(line: Line, lines: list[Line], file: TextIO) -> None:
+    lines.append(line)
+    print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+
+
+def _compared(model: ChatPingPong, numbers: range, minutes: float, brief_tokens: int) -> Iterator[Line]:
     graphs = {mode: _chain(model.model_copy(update={"overlap": mode}), brief_tokens) for mode in MODES}
     began = time.monotonic()
-    for number in range(runs):
+    for number in numbers:
         if time.monotonic() - began > minutes * 60:
             return
         yield {"run": number, **_run_pair(model, graphs, number)}
@@ -208,14 +220,15 @@ def _parting(off: Sequence[Line], on: Sequence[Line]) -> Line:
 
 def summary(lines: Sequence[Line]) -> str:
     """The results as Markdown, from the lines of the JSON file."""
-    setup, runs = lines[0]["setup"], lines[1:]
+    setups = [line["setup"] for line in lines if "setup" in line]
+    setup, runs = setups[0], [line for line in lines if "run" in line]
     modes = list(dict.fromkeys(run["exact"] for run in runs))
     head = ["exact", "compared runs", "prompts as rendered", "runs with equal texts", "answers to equal prompts"]
     head += ["equal token by token", "log-probabilities equal to the bit", "parted within 0.1", "wrong hits"]
     head += ["end to end off, ms", "on, ms"]
     parts = [
         "# Answers with edges off and on",
-        told(setup),
+        *map(told, setups),
         f"Two agents, briefs of {setup['brief_tokens']} tokens, answers of {setup['max_tokens']}. Half of the compared "
         "runs begin with empty caches, the others with what earlier runs left.",
         table(head, [_row(mode, [run for run in runs if run["exact"] == mode]) for mode in modes]),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
-Overlap = Literal["on", "off"]
+Overlap = Literal["on", "off", "same-device"]
 
 _MODEL = "Model and engines"
 
@@ -49,7 +49,8 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of build(); may be repeated.")
 ]
 OverlapSwitch = Annotated[
-    Overlap | None, typer.Option(help="off: the same program without prefills.", show_default="on")
+    Overlap | None,
+    typer.Option(help="off: the same program without prefills; same-device: also beside decodes.", show_default="on"),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Run with overlap off, then on, and compare.")]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write every event to this file, as JSON lines.")]
@@ -133,6 +134,7 @@ def run(  # noqa: PLR0913 - a parameter for each option
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
         **({"exact": exact} if exact else {}),
+        **({"same_device": True} if overlap == "same-device" else {}),
     }
     calls = {"temperature": temperature, "seed": seed, "defer_downstream": defer}
     modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
@@ -160,7 +162,7 @@ def _serve(model: str | None, devices: str | None, base_urls: str | None, engine
     if engines.get("exact") == "bits":
         raise SettingOfServers("--exact bits is up to the servers: start them with `pingpong serve --exact bits`.")
     for name, value in {"devices": devices, **engines}.items():
-        if value is not None:
+        if value is not None and name not in ("exact", "same_device"):
             raise SettingOfServers(f"--{name.replace('_', '-')} and --base-urls cannot go together.")
     return serving_of_servers(model, base_urls.split(","), {"api_key": os.environ.get("VLLM_API_KEY")})
 

@@ -44,6 +44,9 @@ def serve(  # noqa: PLR0913 - a parameter for each option
     exact: Annotated[
         Exact, typer.Option(help="bits: an answer does not depend on what was cached or runs beside it; slower.")
     ] = "ids",
+    same_device: Annotated[
+        bool, typer.Option("--same-device", help='For overlap="same-device": prefills ride on decode steps.')
+    ] = False,
     engine_args: Annotated[
         str | None, typer.Option(metavar="JSON", help="Other arguments of vLLM's engine, under vLLM's names.")
     ] = None,
@@ -59,6 +62,7 @@ def serve(  # noqa: PLR0913 - a parameter for each option
         "gpu_memory_utilization": gpu_memory_utilization,
         "tensor_parallel_size": tensor_parallel_size,
         "exact": exact,
+        "same_device": same_device,
         "engine_args": _read_engine_args(engine_args),
     }
     console = Console()

@@ -1,4 +1,4 @@
-"""Stock vLLM in this process: one `AsyncLLM` on one device. Only vllm_*.py import vLLM."""
+"""Stock vLLM in this process: one `AsyncLLM` on one device. Beside this, only small modules here import vLLM."""
 
 from __future__ import annotations
 
@@ -94,7 +94,12 @@ class VllmEngine:
 
     @property
     def piece_tokens(self) -> int:
-        """How many tokens of a prefill a decode step can carry along: those of the largest captured graph."""
+        """How many tokens of a prefill a decode step can carry along: what the captured graphs have place for.
+
+        An engine that paces prefills by itself takes them whole.
+        """
+        if (riding := self._config.riding) is not None:
+            return self.max_model_len if riding.paced else riding.piece
         captured = self._engine.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         return max((size for size in captured if size <= PIECE_TOKENS), default=PIECE_TOKENS)
 
