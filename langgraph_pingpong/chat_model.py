@@ -287,8 +287,9 @@ class ChatPingPong(Settings):
         if task is None:
             return _Prepared(serving, Call(request, read=read, trace=self._trace))
         key = CallKey(task.site, push=task.push)
-        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace)
-        if self.overlap == "off" or len(serving.pool.engines) < 2:
+        same_device = self.overlap == "same-device"
+        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace, same_device)
+        if self.overlap == "off" or (len(serving.pool.engines) < 2 and not same_device):
             return _Prepared(serving, call, task.owner)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
         turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)

@@ -43,7 +43,7 @@ class Call:
     `key` says which call of the graph it is and `step` the superstep; outside a graph they are None and 0.
     `plan` gives the calls expected next; with `defer` their prefill waits for this call's first token. `read` takes
     the answer apart: only its content is passed on to them. `trace` gets the call's events and those of the edges it
-    opens.
+    opens. With `same_device` these are prefilled where this call is answered, and the whole run stays there.
     """
 
     request: Request
@@ -53,6 +53,7 @@ class Call:
     defer: bool = True
     read: Reader = all_content
     trace: Trace = field(default_factory=Trace)
+    same_device: bool = False
 
     @property
     def node(self) -> str:
@@ -167,7 +168,7 @@ class Session:
         edge = self._claim(call)
         prefilled = edge.finalize(call.request) if edge else Prefilled()
         begun = edge.take_answer(call.request) if edge else None
-        lease = edge.lease if edge else self.pool.lease(self.start + self._calls)
+        lease = edge.lease if edge else self.pool.lease(self.start + (0 if call.same_device else self._calls))
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
         finished = False
@@ -277,7 +278,7 @@ class Session:
         earlier = self._edges.get(upcoming.key)
         if earlier is not None and earlier.upcoming.prompt.reach >= upcoming.prompt.reach:
             return
-        place = earlier.lease if earlier else self.pool.lease(lease.index + ahead, avoid=lease.index)
+        place = earlier.lease if earlier else self._place(upstream, lease, ahead)
         assert upstream.key is not None, "only calls of a graph have edges"
         emit = partial(self.emit, upstream.trace)
         edge = StreamingEdge(upcoming, upstream.key, place, emit, upstream.request.cache_salt)
@@ -288,6 +289,12 @@ class Session:
                 edge.finish(key)
         if earlier is not None:
             edge.take_over(earlier)
+
+    def _place(self, upstream: Call, lease: Lease, ahead: int) -> Lease:
+        """Where an edge prefills: on another device than its upstream's, unless it shall be the same."""
+        if upstream.same_device:
+            return self.pool.lease(lease.index)
+        return self.pool.lease(lease.index + ahead, avoid=lease.index)
 
     def drop(self, edge: StreamingEdge, reason: str) -> None:
         """Forget an edge that no call will claim."""
