@@ -110,7 +110,7 @@ class StreamingEdge:
         started = self._emit("append.started", tokens=tokens)
         self._sent = tokens
         request = Request(tuple(self.upcoming.prompt.ids[:tokens]), cache_salt=self._cache_salt)
-        cached = await self.lease.engine.prefill(request)
+        cached = await self.lease.prefill(request)
         self._done = tokens
         self._appends += 1
         self._emit("append.complete", tokens=tokens, cached=cached, ms=(time.monotonic() - started) * 1000)

@@ -391,7 +391,7 @@ class TestWholeBlocks:
             await asyncio.sleep(0.05)
             edge.drop("end of test")
             await edge.stopped()
-            pool._loads[0] = 0
+            pool._placement.leases[0] = 0
 
         pool.loop.run(grow())
         assert [len(request.prompt_token_ids) for request in engines[1].prefills] == [16, 96]

@@ -98,15 +98,15 @@ class Engine(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV cache block: the grain in which a prefix is reused. Valid once started, also while it is restarted."""
+        """Tokens per KV cache block: the grain in which a prefix is reused. Valid from the first start on."""
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus answer, in tokens. Valid once started, also while it is restarted."""
+        """The longest prompt plus answer, in tokens. Valid from the first start on."""
 
     @property
     def cache_tokens(self) -> int | None:
-        """How many tokens the prefix cache can hold, None where that is unknown. Valid once started."""
+        """How many tokens the prefix cache can hold, None where that is unknown. Valid from the first start on."""
 
     @property
     def num_unfinished(self) -> int:
