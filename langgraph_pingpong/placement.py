@@ -13,8 +13,8 @@ one device.
 
 **An edge** opens on a device other than its upstream's, chosen by the same rules from the prompt as far as it is known.
 There it hides what is new behind the upstream's answer, but computes once more what the upstream's device holds. If
-by the same rule the upstream's device wins, no edge is opened: the call will go there by itself. The same happens where
-there is no other device to open it on.
+by the same rule, with ANSWER_TOKENS more for the answer to come, the upstream's device wins, no edge is opened: the
+call will go there by itself. No edge is opened either where there is no other device for it.
 
 **Slow devices.** The time between the tokens of answers is kept for each device, apart for each number of leases and
 each order of prompt length. A device whose median is clearly above that of the fastest gets nothing new for a while.
@@ -35,6 +35,9 @@ CLEARLY_FEWER = 2
 
 CROWD_TOKENS = 256
 """What a lease counts for where load and cached tokens are weighed: about what shares its steps costs it."""
+
+ANSWER_TOKENS = 256
+"""What an answer that is still to come counts for, where it is weighed against cached tokens."""
 
 MAX_BLOCKS = 1 << 16
 """Blocks that are remembered of a device whose cache is of unknown size."""
@@ -138,7 +141,8 @@ class Placement:
         held = self.held_tokens(ids, salt)
         chosen = self._choose(preferred, others, held, len(ids))
         more = self.leases[upstream] - 1 - self.leases[chosen]  # the upstream's own lease is about to end
-        return None if _saves_more_than_is_new(held[upstream], held[chosen], len(ids), more) else chosen
+        quiet = _saves_more_than_is_new(held[upstream], held[chosen], len(ids) + ANSWER_TOKENS, more)
+        return None if quiet else chosen
 
     def for_rest(self, failed: int, among: Iterable[int], ids: Sequence[int], salt: str | None) -> int | None:
         """The device for an answer whose own device failed; None if no other is up."""
