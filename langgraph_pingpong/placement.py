@@ -33,8 +33,9 @@ from statistics import median
 CLEARLY_FEWER = 2
 """So many leases fewer than the device whose turn it is make another device the better one."""
 
-CROWD_TOKENS = 256
-"""What a lease counts for where load and cached tokens are weighed: about what shares its steps costs it."""
+CROWD_TOKENS = 1024
+"""What a lease counts for where it is weighed against cached tokens: how many could be computed in the time that an
+answer loses to another one on its device."""
 
 ANSWER_TOKENS = 256
 """What an answer that is still to come counts for, where it is weighed against cached tokens."""
