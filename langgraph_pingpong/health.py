@@ -22,8 +22,11 @@ FAILED = (EngineDead, ServerFailed)
 MAX_TRIES = 3
 """How often the restart of an engine may fail. A server is asked for as long as the pool lives."""
 
+FIRST_PAUSE_S = 1.0
+"""The pause after the first try, in seconds; each is twice the one before."""
+
 MAX_PAUSE_S = 30.0
-"""The longest pause between two tries, in seconds; the first is one second, and each is twice the one before."""
+"""The longest pause between two tries, in seconds."""
 
 
 class Health:
@@ -77,7 +80,7 @@ class Health:
             trace.emit(name, run="", node="", device=self._engines[index].device, **data)
 
     async def _bring_back(self, index: int) -> None:
-        pause, tries = 1.0, 0
+        pause, tries = FIRST_PAUSE_S, 0
         while (error := await self._restart(index)) is not None:
             tries += not isinstance(error, ServerFailed)
             if tries >= MAX_TRIES:
