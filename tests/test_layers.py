@@ -20,8 +20,10 @@ LAYERS = """
 errors
 trace segments engines.base exact same_device
 growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
-tokens pool
-growing_prompt
+tokens placement
+health growing_prompt
+pool
+failover
 streaming_edge edges
 engines.fake_engine engines.vllm_appends
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
@@ -48,7 +50,20 @@ HOSTS = {
 }
 """Which modules may import a host, there included what is below them."""
 
-BELOW_THE_HOSTS = ("trace", "segments", "growing", "config", "tokens", "loop", "pool", "session", "engines")
+BELOW_THE_HOSTS = (
+    "trace",
+    "segments",
+    "growing",
+    "config",
+    "tokens",
+    "loop",
+    "pool",
+    "placement",
+    "health",
+    "failover",
+    "session",
+    "engines",
+)
 """Modules that know nothing of LangChain. `errors` knows its name for a prompt that is too long."""
 
 

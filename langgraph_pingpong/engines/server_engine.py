@@ -96,6 +96,10 @@ class ServerEngine:
         return PIECE_TOKENS
 
     @property
+    def cache_tokens(self) -> None:
+        """Unknown: the cache is others', too."""
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that were sent and are neither finished nor aborted."""
         return len(self._running)
@@ -118,15 +122,32 @@ class ServerEngine:
         """
         self._client = await asyncio.to_thread(self._connect)
         try:
-            with self._clear_errors():
-                models = await self._starting.models.list()
-                self._served = Served(*_served_as(self._config.model, models.data, self.device))
-                self._served = replace(self._served, block_size=await self._ask_block_size())
-                self._compare_with_peers()
-                self._served = replace(self._served, takes_priority=await self._try_priority())
+            await self._ask()
         except BaseException:
             await self.stop()
             raise
+
+    async def restart(self) -> None:
+        """Ask the server again what it serves, and for one token. Open requests go on.
+
+        Raises:
+            WrongServer: it serves something else by now.
+            ServerFailed: it cannot be used.
+        """
+        before = self._served
+        try:
+            await self._ask()
+        except BaseException:
+            self._served = before
+            raise
+
+    async def _ask(self) -> None:
+        with self._clear_errors():
+            models = await self._starting.models.list()
+            named = _served_as(self._config.model, models.data, self.device)
+            self._served = Served(*named, await self._ask_block_size())
+            self._compare_with_peers()
+            self._served = replace(self._served, takes_priority=await self._try_priority())
 
     def _connect(self) -> AsyncOpenAI:
         from openai import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT, AsyncOpenAI, Timeout

@@ -30,6 +30,7 @@ from langgraph_pingpong.exact import check_settled
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -68,6 +69,7 @@ class VllmEngine:
         self._config = config
         self._device = device
         self._llm: AsyncLLM | None = None
+        self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
         self._appends = AppendsBook(0, 0)
@@ -85,12 +87,22 @@ class VllmEngine:
     @property
     def block_size(self) -> int:
         """Tokens per KV cache block, as the engine settled it."""
-        return int(self._engine.vllm_config.cache_config.block_size)
+        return int(self._config_in_use.cache_config.block_size)
 
     @property
     def max_model_len(self) -> int:
         """The longest prompt plus answer, in tokens."""
-        return int(self._engine.vllm_config.model_config.max_model_len)
+        return int(self._config_in_use.model_config.max_model_len)
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """How many tokens the prefix cache can hold."""
+        blocks = self._config_in_use.cache_config.num_gpu_blocks  # on a CPU, too
+        return blocks * self.block_size if blocks else None
+
+    @property
+    def _config_in_use(self) -> VllmConfig:
+        return self._settled or self._engine.vllm_config
 
     @property
     def piece_tokens(self) -> int:
@@ -122,14 +134,25 @@ class VllmEngine:
             NotExact: it settled on other values than `exact` needs.
         """
         try:
-            self._llm = await asyncio.to_thread(self._build)
+            await self._bring_up()
             if self._config.exact == "bits":
-                check_settled(self._config.vllm_args, self._llm.vllm_config)
+                check_settled(self._config.vllm_args, self._engine.vllm_config)
             await self._warm_up()
         except PingPongError:
             raise
         except Exception as error:
             raise EngineStartFailed(f"The engine on {self.device} did not start: {error}") from error
+
+    async def _bring_up(self) -> None:
+        building = asyncio.ensure_future(asyncio.to_thread(self._build))
+        try:
+            self._llm = await asyncio.shield(building)
+        except asyncio.CancelledError:  # which does not end the thread: what it brings up must not outlive this
+            await asyncio.wait([building])
+            if building.exception() is None:
+                self._llm = building.result()
+                await self.stop()
+            raise
 
     def _build(self) -> AsyncLLM:
         with _BUILDING, _environment(engine_environment(self._config, self._device)):
@@ -139,6 +162,7 @@ class VllmEngine:
             args = dict(self._config.vllm_args)
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        self._settled = llm.vllm_config
         self._defaults = llm.vllm_config.model_config.get_diff_sampling_param()
         return llm
 
@@ -160,15 +184,27 @@ class VllmEngine:
             if not await are_sound(self):
                 self._appends = AppendsBook(0, 0)
 
+    async def restart(self) -> None:
+        """Replace the engine's process, dead or alive, by a new one.
+
+        Raises:
+            EngineStartFailed: vLLM could not build it.
+        """
+        await self.stop()
+        await self.start()
+
     async def stop(self) -> None:
         """Shut the engine's process down."""
         if self._llm is None:
             return
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         await self._appends.close()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
             await asyncio.wait({llm.output_handler})
+        llm.output_processor.propagate_error(EngineDeadError())  # nothing else would tell open requests
         await asyncio.to_thread(llm.shutdown)
         # vLLM's object shuts down once more when it is collected. At the interpreter's end that raises.
         llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
@@ -205,13 +241,28 @@ class VllmEngine:
             EngineDead: the engine is not running.
         """
         bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
-        limit = self.max_model_len
+        limit = int(self._engine.vllm_config.model_config.max_model_len)
         return self._appends.open(lambda pieces: self._sent(pieces, bare, PREFILL_PRIORITY), cache_salt, limit)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten."""
+        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten.
+
+        Raises:
+            EngineDead: the engine's process ended.
+        """
+        engine = self._engine
         await self._appends.close()
-        await self._engine.reset_prefix_cache()
+        with self._clear_errors(engine):
+            reset = asyncio.ensure_future(engine.reset_prefix_cache())
+            # An engine that dies meanwhile never answers. The task that hands its answers out ends with it.
+            ends = {engine.output_handler} if engine.output_handler else set()
+            try:
+                await asyncio.wait({reset, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if not reset.done():
+                    raise EngineDead(f"The engine on {self.device} died.")
+                reset.result()
+            finally:
+                reset.cancel()
 
     async def _outputs(self, request: Request, priority: int) -> AsyncGenerator[RequestOutput]:
         self._running.add(request.request_id)
@@ -226,18 +277,29 @@ class VllmEngine:
         self, prompt: dict[str, Any] | Pieces, request: Request, priority: int
     ) -> AsyncGenerator[RequestOutput]:
         """What vLLM says to a prompt, or to the pieces of one."""
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         engine = self._engine
         by_priority = engine.vllm_config.scheduler_config.policy == "priority"
-        params, place = self._params(request), priority if by_priority else 0
-        try:
+        place = priority if by_priority else 0
+        with self._clear_errors(engine):
+            params = self._params(request)
             stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
+
+    @contextmanager
+    def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
+        """Whatever goes wrong with a request, in this package's errors."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            yield
         except EngineDeadError as error:
+            raise EngineDead(f"The engine on {self.device} died.") from error
+        except EngineGenerateError as error:
+            if not engine.errored:
+                raise
             raise EngineDead(f"The engine on {self.device} died.") from error
         except (ValueError, VLLMValidationError) as error:
             raise CallRefused(f"vLLM refused the call: {error}") from error
