@@ -40,6 +40,7 @@ class Health:
         self._placement = placement
         self._causes: dict[int, Exception] = {}
         self._restarts: dict[int, asyncio.Task[None]] = {}
+        self._lives = [0] * len(engines)
 
     def serves(self, index: int) -> None:
         """An engine was started."""
@@ -53,12 +54,14 @@ class Health:
         Raises:
             EngineDead: it was shut down because the pool was closed.
         """
+        life = self._lives[index]
         try:
             yield
         except FAILED as error:
             if self.closed:
                 raise EngineDead("The engines were closed while the call was running.") from error
-            self.failed(index, error)
+            if life == self._lives[index]:  # else it is the engine before the restart that failed
+                self.failed(index, error)
             raise
 
     def failed(self, index: int, error: Exception) -> None:
@@ -89,6 +92,7 @@ class Health:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_S)
         self._causes.pop(index)
+        self._lives[index] += 1
         self.serves(index)
         self.emit("engine.restarted", index)
 
