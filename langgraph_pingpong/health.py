@@ -39,12 +39,14 @@ class Health:
         self._engines = engines
         self._placement = placement
         self._causes: dict[int, Exception] = {}
-        self._restarts: dict[int, asyncio.Task[None]] = {}
         self._lives = [0] * len(engines)
+        """How often each engine was started."""
+        self._restarts: dict[int, asyncio.Task[None]] = {}
 
     def serves(self, index: int) -> None:
         """An engine was started."""
         engine = self._engines[index]
+        self._lives[index] += 1
         self._placement.came_up(index, engine.block_size, engine.cache_tokens)
 
     @contextmanager
@@ -60,7 +62,7 @@ class Health:
         except FAILED as error:
             if self.closed:
                 raise EngineDead("The engines were closed while the call was running.") from error
-            if life == self._lives[index]:  # else it is the engine before the restart that failed
+            if life == self._lives[index]:  # else it is back already
                 self.failed(index, error)
             raise
 
@@ -92,7 +94,6 @@ class Health:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_S)
         self._causes.pop(index)
-        self._lives[index] += 1
         self.serves(index)
         self.emit("engine.restarted", index)
 

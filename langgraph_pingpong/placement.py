@@ -16,8 +16,9 @@ There it hides what is new behind the upstream's answer, but computes once more 
 by the same rule, with ANSWER_TOKENS more for the answer to come, the upstream's device wins, no edge is opened: the
 call will go there by itself. No edge is opened either where there is no other device for it.
 
-**Slow devices.** The time between the tokens of answers is kept for each device, apart for each number of leases and
-each order of prompt length. A device whose median is clearly above that of the fastest gets nothing new for a while.
+**Slow devices.** Of every ENOUGH_TOKENS times between tokens on a device a median is taken, apart for each number of
+leases and each order of prompt length. A device whose median was clearly above that of the fastest, twice in a row,
+gets nothing new for a while. Only medians that overlap in time are compared: a busy machine slows them all.
 
 Devices that are down get nothing either.
 """
@@ -44,7 +45,13 @@ MAX_BLOCKS = 1 << 16
 """Blocks that are remembered of a device whose cache is of unknown size."""
 
 SLOW_FACTOR = 1.5
-"""A device is slow if its tokens take so many times as long as those of the fastest."""
+"""A device is slow if its tokens take so many times as long as those of the fastest..."""
+
+SLOW_BY_S = 0.001
+"""...and so many seconds longer: what is less is lost in the noise of the program itself."""
+
+SLOW_IN_A_ROW = 2
+"""So many medians in a row have to say so."""
 
 ENOUGH_TOKENS = 256
 """Of so many times between tokens a median is taken."""
@@ -91,30 +98,36 @@ class HeldBlocks:
 
 
 @dataclass
+class Pace:
+    """How fast a device decodes at one load: the last median of the seconds between tokens, and when it was taken."""
+
+    median: float = 0.0
+    at: float = float("-inf")
+    began: float = 0.0
+    slow_in_a_row: int = 0
+    _times: list[float] = field(default_factory=list)
+
+    def token_took(self, seconds: float, now: float) -> bool:
+        """Note the time between two tokens; whether there is a new median."""
+        if not self._times:
+            self.began = now
+        self._times.append(seconds)
+        if len(self._times) < ENOUGH_TOKENS:
+            return False
+        self.median, self.at = median(self._times), now
+        self._times.clear()
+        return True
+
+
+@dataclass
 class Place:
-    """What is known of one device, beside its leases. `paces` are seconds between two tokens, the last medians."""
+    """What is known of one device, beside its leases."""
 
     block_size: int = 16
     up: bool = True
     slow_until: float = 0.0
     held: HeldBlocks = field(default_factory=HeldBlocks)
-    paces: dict[Load, float] = field(default_factory=dict)
-    _times: dict[Load, list[float]] = field(default_factory=dict)
-
-    def token_took(self, seconds: float, load: Load) -> float | None:
-        """Note the time between two tokens; returns the median at this load when there is a new one."""
-        times = self._times.setdefault(load, [])
-        times.append(seconds)
-        if len(times) < ENOUGH_TOKENS:
-            return None
-        pace = self.paces[load] = median(times)
-        times.clear()
-        return pace
-
-    def forget_pace(self) -> None:
-        """Measure anew."""
-        self.paces.clear()
-        self._times.clear()
+    paces: dict[Load, Pace] = field(default_factory=dict)
 
 
 class Placement:
@@ -180,21 +193,27 @@ class Placement:
     def token_took(self, index: int, seconds: float, prompt_tokens: int, now: float) -> float | None:
         """A device said a token. If that shows that it is slow, returns how many times as slow as the fastest."""
         place, load = self.places[index], (self.leases[index], prompt_tokens.bit_length())
-        if (own := place.token_took(seconds, load)) is None:
+        own = place.paces.setdefault(load, Pace())
+        if not own.token_took(seconds, now):
             return None
-        fastest = min(other.paces[load] for other in self.places if load in other.paces)
-        if own <= fastest * SLOW_FACTOR:
+        others = [other.paces[load] for other in self.places if other is not place and load in other.paces]
+        if not (medians := [pace.median for pace in others if pace.at >= own.began]):
+            return None
+        fastest = min(medians)
+        slow = own.median > max(fastest * SLOW_FACTOR, fastest + SLOW_BY_S)
+        own.slow_in_a_row = own.slow_in_a_row + 1 if slow else 0
+        if own.slow_in_a_row < SLOW_IN_A_ROW:
             return None
         place.slow_until = now + SLOW_FOR_S
-        place.forget_pace()
-        return own / fastest
+        place.paces.clear()
+        return own.median / fastest
 
     def went_down(self, index: int) -> None:
         """A device serves no more, and has lost what it had cached."""
         place = self.places[index]
         place.up = False
         place.held.clear()
-        place.forget_pace()
+        place.paces.clear()
 
     def came_up(self, index: int, block_size: int, cache_tokens: int | None) -> None:
         """A device serves, for the first time or again."""
