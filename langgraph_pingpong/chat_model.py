@@ -21,7 +21,7 @@ from pydantic import PrivateAttr
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
-from langgraph_pingpong.edges import running_task
+from langgraph_pingpong.edges import RunningTask, running_task, when_graph_ends
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
@@ -284,16 +284,18 @@ class ChatPingPong(Settings):
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
         sampling, read = self._reading(serving, terms, ids)
         request = Request(ids, {"max_tokens": room, **sampling}, cache_salt=cache_salt(config))
+        decode = serving.decoder(sampling)
         if task is None:
-            return _Prepared(serving, Call(request, read=read, trace=self._trace))
+            return _Prepared(serving, Call(request, read=read, trace=self._trace, decode=decode))
         key = CallKey(task.site, push=task.push)
-        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace)
-        if self.overlap == "off" or len(serving.pool.engines) < 2:
-            return _Prepared(serving, call, task.owner)
+        same_device = self.overlap == "same-device"
+        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace, decode, same_device)
+        if self.overlap == "off" or (len(serving.pool.engines) < 2 and not same_device):
+            return _Prepared(serving, call, task)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
         turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
         begin = partial(planner_of(serving.pool).begin, task, turns, serving.template, shaping, others)
-        return _Prepared(serving, call, task.owner, begin)
+        return _Prepared(serving, call, task, begin)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""
@@ -318,11 +320,12 @@ class ChatPingPong(Settings):
 
     async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
         pool = prepared.serving.pool
-        session, call = session_of(prepared.owner, pool), prepared.call
-        planned = prepared.begin() if prepared.begin else None
+        call, task = prepared.call, prepared.task
+        session = session_of(task.owner if task else None, pool)
+        planned = self._begin(prepared)
         if planned is not None:
             call = replace(call, key=planned.record.key, plan=planned.plan)
-            planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
+        _close_with_graph(session, task, planned)
         content: list[str] = []
         answer: str | None = None
         try:
@@ -341,6 +344,13 @@ class ChatPingPong(Settings):
             if answer is None and planned is not None:
                 planned.end(None)
 
+    def _begin(self, prepared: _Prepared) -> PlannedCall | None:
+        """A call of a graph begins, of which edges may leave."""
+        planned = prepared.begin() if prepared.begin else None
+        if planned is not None and self.speculate:
+            planned.remember_sampling(prepared.call.request, prepared.serving.pool.engines[0].max_model_len)
+        return planned
+
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
@@ -348,8 +358,16 @@ class _Prepared:
 
     serving: Serving
     call: Call
-    owner: object = None
+    task: RunningTask | None = None
     begin: Callable[[], PlannedCall] | None = None
+
+
+def _close_with_graph(session: Session, task: RunningTask | None, planned: PlannedCall | None) -> None:
+    close = partial(_close, session.pool.loop, weakref.ref(session))
+    if planned is not None:
+        planned.close_with_graph(close)
+    elif task is not None and session.is_new:
+        when_graph_ends(task, partial(close, task.site[:-1]))
 
 
 def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:

@@ -291,6 +291,7 @@ _DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "disable_log_stats": True,
     "use_tqdm_on_load": False,
+    "scheduling_policy": "priority",  # prefills come after answers
 }
 
 # Eager: compiling pays only for long runs on a CPU. Blocks of 32 tokens, not 128: a prefix is reused in whole

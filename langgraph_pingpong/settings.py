@@ -96,6 +96,11 @@ class Settings(ConfigAwareChatModel):
     """
     defer_downstream: bool = True
     """Prefill the next prompt from the upstream's first token on; False starts with the upstream's prefill."""
+    speculate: bool = True
+    """Begin a node's answer before it is called, where its device is idle and its prompt would be that one.
+
+    It is taken over if the call asks for exactly that answer, and aborted if not. Known from the second run on.
+    """
     chat_template: str | None = None
     """A Jinja template in place of the model's own."""
     escape_markers: bool | None = None

@@ -169,7 +169,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for pool in _alive(pools):
         if not pool.closed and all(isinstance(engine, FakeEngine) for engine in pool.engines):
             wait_until(lambda pool=pool: not _tasks(pool), QUIET_WITHIN_S, f"quiet on {pool}")
-            assert set(pool._loads) == {0}, f"leases are held: {pool}"
+            assert set(pool._placement.leases) == {0}, f"leases are held: {pool}"
             pool.close()
     assert [engine for engine in _alive(engines) if engine.num_unfinished] == []
 

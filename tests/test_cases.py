@@ -365,7 +365,7 @@ class TestWholeBlocks:
             for size in sizes:
                 edge.feed(WRITER, str(size))
                 await asyncio.sleep(0.01)
-            prefilled = edge.finalize(range(sizes[-1] + 5))
+            prefilled = edge.finalize(Request(tuple(range(sizes[-1] + 5))))
             await edge.stopped()
             edge.lease.release()
             lease.release()
@@ -391,7 +391,7 @@ class TestWholeBlocks:
             await asyncio.sleep(0.05)
             edge.drop("end of test")
             await edge.stopped()
-            pool._loads[0] = 0
+            pool._placement.leases[0] = 0
 
         pool.loop.run(grow())
         assert [len(request.prompt_token_ids) for request in engines[1].prefills] == [16, 96]
@@ -714,6 +714,7 @@ class TestRetries:
         first, second = "ab" * 30, "ab" * 25 + "Xd" * 5
         broken = lab.engine("fake:0", {"writer": first}, fail_generate=ConnectionError("lost"), fail_after_tokens=50)
         model = lab.model([broken, lab.engine("fake:1", {"writer": second})])
+        broken.cache_tokens = broken.block_size  # so that the second try does not go where the first was cached
         record = lab.record(model)
         retry = RetryPolicy(max_attempts=2, initial_interval=0.01, jitter=False)
         graph = lab.chain(model, add={"writer": {"retry_policy": retry}})

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, engine_pool, streaming_edge
 from langgraph_pingpong.edges import langgraph_internals
 from langgraph_pingpong.engines.base import Delta, Request
-from langgraph_pingpong.errors import EngineDead, PromptTooLong, UnknownSetting
+from langgraph_pingpong.errors import PromptTooLong, UnknownSetting
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt
 from langgraph_pingpong.session import Call, Certificate, Session
 from langgraph_pingpong.streaming_edge import Upcoming
@@ -186,18 +186,6 @@ class HangingAbort(FakeEngine):
             await asyncio.sleep(0.4)
 
 
-class Dead(FakeEngine):
-    """Its process has ended."""
-
-    @property  # type: ignore[override]
-    def block_size(self) -> int:
-        raise EngineDead("gone")
-
-    @block_size.setter
-    def block_size(self, value: int) -> None:
-        pass
-
-
 class SlowPrefill(FakeEngine):
     """Prefills take two seconds, answers none."""
 
@@ -261,13 +249,15 @@ class TestFaultyPrefill:
         assert "KeyError" in record.certificate("critic")["fallback"]
 
     def test_on_a_dead_device_leaves_the_upstream_alone(self, lab: Lab) -> None:
-        model = lab.model([lab.engine("fake:0"), lab.engine("fake:1", kind=Dead)])
+        expected = baseline(lab, ("writer", "critic"))
+        model = lab.model([lab.engine("fake:0"), lab.engine("fake:1", fail_restart=OSError("gone"))]).start()
         record = lab.record(model)
-        with pytest.raises(EngineDead):
-            lab.chain(model).invoke(TASK)
-        assert record.certificate("writer")["output_tokens"] == len(baseline(lab, ("writer",))["writer"])
+        lab.engines[1].die()
+        assert lab.chain(model).invoke(TASK) == expected
         (failed,) = record.named("append.failed", "critic")
         assert "EngineDead" in failed.data["error"]
+        assert record.certificate("critic")["device"] == "fake:0"
+        model.pool.close()
 
     def test_that_is_slow_to_abort_does_not_outlive_a_cancelled_call(self, lab: Lab) -> None:
         engines = [lab.engine("fake:0"), lab.engine("fake:1", kind=HangingAbort)]

@@ -91,7 +91,8 @@ def test_edges_prefill_most_of_a_prompt_and_waste_nothing(five_inputs: list[dict
             assert certificate["upstream"] == upstream
             assert certificate["wasted"] == 0
             assert certificate["static"] > 300
-            assert certificate["cached"] >= certificate["static"] + certificate["streamed"] - 31
+            if not certificate["ready"]:  # else all of the prompt was computed, the last token included
+                assert certificate["cached"] >= certificate["static"] + certificate["streamed"] - 31
             assert certificate["fallback"] is None
 
 

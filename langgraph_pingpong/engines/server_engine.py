@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import ServerAddress, ServerConfig
-from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob
 from langgraph_pingpong.errors import (
     CallRefused,
     ConfigError,
@@ -33,8 +33,8 @@ NO_KEY = "none"
 START_TIMEOUT_S = 20.0
 """How long a server may take to say what it serves, and to answer one token, in seconds."""
 
-PREFILL_PRIORITY = 1
-"""vLLM serves lower numbers first; answers have 0."""
+PIECE_TOKENS = 512
+"""Tokens of a prefill that are sent at once while answers run there."""
 
 USUAL_BLOCK_SIZE = 16
 """vLLM's own on a GPU, for servers that do not tell theirs: an append goes out whenever so many tokens are final."""
@@ -91,6 +91,15 @@ class ServerEngine:
         return self._known.max_model_len
 
     @property
+    def piece_tokens(self) -> int:
+        """How many tokens of a prefill to send at once while answers run: what a server's step takes in its stride."""
+        return PIECE_TOKENS
+
+    @property
+    def cache_tokens(self) -> None:
+        """Unknown: the cache is others', too."""
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that were sent and are neither finished nor aborted."""
         return len(self._running)
@@ -113,15 +122,32 @@ class ServerEngine:
         """
         self._client = await asyncio.to_thread(self._connect)
         try:
-            with self._clear_errors():
-                models = await self._starting.models.list()
-                self._served = Served(*_served_as(self._config.model, models.data, self.device))
-                self._served = replace(self._served, block_size=await self._ask_block_size())
-                self._compare_with_peers()
-                self._served = replace(self._served, takes_priority=await self._try_priority())
+            await self._ask()
         except BaseException:
             await self.stop()
             raise
+
+    async def restart(self) -> None:
+        """Ask the server again what it serves, and for one token. Open requests go on.
+
+        Raises:
+            WrongServer: it serves something else by now.
+            ServerFailed: it cannot be used.
+        """
+        before = self._served
+        try:
+            await self._ask()
+        except BaseException:
+            self._served = before
+            raise
+
+    async def _ask(self) -> None:
+        with self._clear_errors():
+            models = await self._starting.models.list()
+            named = _served_as(self._config.model, models.data, self.device)
+            self._served = Served(*named, await self._ask_block_size())
+            self._compare_with_peers()
+            self._served = replace(self._served, takes_priority=await self._try_priority())
 
     def _connect(self) -> AsyncOpenAI:
         from openai import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT, AsyncOpenAI, Timeout
@@ -217,6 +243,9 @@ class ServerEngine:
             bare = {"max_tokens": 1, "temperature": 0.0}
             answer = await self._complete(once, replace(request, sampling=bare), PREFILL_PRIORITY)
             return _cached_tokens(answer)
+
+    def open_appends(self, cache_salt: str | None = None) -> None:
+        """The API has no prompts that grow."""
 
     async def reset_prefix_cache(self) -> None:
         """Find no cached prefix any more: what is sent from now on carries a new salt. Others' cache stays."""

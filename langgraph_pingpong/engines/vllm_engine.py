@@ -1,4 +1,4 @@
-"""Stock vLLM in this process: one `AsyncLLM` on one device. Beside this, only two small modules here import vLLM."""
+"""Stock vLLM in this process: one `AsyncLLM` on one device. Beside this, only small modules here import vLLM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of, refuse_unknown
-from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
+from langgraph_pingpong.engines.vllm_appends import ONE_IN, AppendsBook, Pieces, VllmAppends, are_sound, token_prompt
 from langgraph_pingpong.errors import (
     CallRefused,
     EngineDead,
@@ -29,6 +30,7 @@ from langgraph_pingpong.exact import check_settled
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -48,6 +50,11 @@ _ENVIRONMENT = {
 }
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+PIECE_TOKENS = 256
+"""The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
+time it takes to read its weights once, which a decode step does anyway."""
+
 _BUILDING = threading.Lock()
 """Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
 
@@ -62,8 +69,10 @@ class VllmEngine:
         self._config = config
         self._device = device
         self._llm: AsyncLLM | None = None
+        self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
+        self._appends = AppendsBook(0, 0)
 
     @property
     def device(self) -> str:
@@ -78,17 +87,38 @@ class VllmEngine:
     @property
     def block_size(self) -> int:
         """Tokens per KV cache block, as the engine settled it."""
-        return int(self._engine.vllm_config.cache_config.block_size)
+        return int(self._config_in_use.cache_config.block_size)
 
     @property
     def max_model_len(self) -> int:
         """The longest prompt plus answer, in tokens."""
-        return int(self._engine.vllm_config.model_config.max_model_len)
+        return int(self._config_in_use.model_config.max_model_len)
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """How many tokens the prefix cache can hold."""
+        blocks = self._config_in_use.cache_config.num_gpu_blocks  # on a CPU, too
+        return blocks * self.block_size if blocks else None
+
+    @property
+    def _config_in_use(self) -> VllmConfig:
+        return self._settled or self._engine.vllm_config
+
+    @property
+    def piece_tokens(self) -> int:
+        """How many tokens of a prefill a decode step can carry along: what the captured graphs have place for.
+
+        An engine that paces prefills by itself takes them whole.
+        """
+        if (riding := self._config.riding) is not None:
+            return self.max_model_len if riding.paced else riding.piece
+        captured = self._engine.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        return max((size for size in captured if size <= PIECE_TOKENS), default=PIECE_TOKENS)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were sent and are neither finished nor aborted."""
-        return len(self._running)
+        """Requests that were sent and are neither finished nor aborted; appends count while a piece is computed."""
+        return len(self._running) + self._appends.computing
 
     @property
     def _engine(self) -> AsyncLLM:
@@ -104,14 +134,25 @@ class VllmEngine:
             NotExact: it settled on other values than `exact` needs.
         """
         try:
-            self._llm = await asyncio.to_thread(self._build)
+            await self._bring_up()
             if self._config.exact == "bits":
-                check_settled(self._config.vllm_args, self._llm.vllm_config)
+                check_settled(self._config.vllm_args, self._engine.vllm_config)
             await self._warm_up()
         except PingPongError:
             raise
         except Exception as error:
             raise EngineStartFailed(f"The engine on {self.device} did not start: {error}") from error
+
+    async def _bring_up(self) -> None:
+        building = asyncio.ensure_future(asyncio.to_thread(self._build))
+        try:
+            self._llm = await asyncio.shield(building)
+        except asyncio.CancelledError:  # which does not end the thread: what it brings up must not outlive this
+            await asyncio.wait([building])
+            if building.exception() is None:
+                self._llm = building.result()
+                await self.stop()
+            raise
 
     def _build(self) -> AsyncLLM:
         with _BUILDING, _environment(engine_environment(self._config, self._device)):
@@ -121,6 +162,7 @@ class VllmEngine:
             args = dict(self._config.vllm_args)
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        self._settled = llm.vllm_config
         self._defaults = llm.vllm_config.model_config.get_diff_sampling_param()
         return llm
 
@@ -129,16 +171,40 @@ class VllmEngine:
         prompt = tuple(range(1, 2 * self.block_size))
         async for _ in self.generate(Request(prompt, {"max_tokens": 2, "ignore_eos": True})):
             pass
+        await self._try_appends()
         await self.reset_prefix_cache()
+
+    async def _try_appends(self) -> None:
+        """Growing prompts are used where they turn out right; everywhere else prefills do."""
+        config = self._engine.vllm_config
+        capacity = (config.cache_config.num_gpu_blocks or 0) * self.block_size
+        book = AppendsBook(capacity, config.scheduler_config.max_num_seqs // ONE_IN)
+        if book.max_open:
+            self._appends = book
+            if not await are_sound(self):
+                self._appends = AppendsBook(0, 0)
+
+    async def restart(self) -> None:
+        """Replace the engine's process, dead or alive, by a new one.
+
+        Raises:
+            EngineStartFailed: vLLM could not build it.
+        """
+        await self.stop()
+        await self.start()
 
     async def stop(self) -> None:
         """Shut the engine's process down."""
         if self._llm is None:
             return
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        await self._appends.close()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
             await asyncio.wait({llm.output_handler})
+        llm.output_processor.propagate_error(EngineDeadError())  # nothing else would tell open requests
         await asyncio.to_thread(llm.shutdown)
         # vLLM's object shuts down once more when it is collected. At the interpreter's end that raises.
         llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
@@ -151,45 +217,92 @@ class VllmEngine:
             EngineDead: the engine's process ended.
         """
         first, likeliest = True, request.sampling.get("logprobs") or 0
-        async with aclosing(self._outputs(request)) as outputs:
-            async for output in outputs:
-                for answer in output.outputs:
-                    yield _to_delta(output, answer, first, likeliest)
-                    first = False
+        longest = len(request.prompt_token_ids) + (request.sampling.get("max_tokens") or 0)
+        with self._appends.answer(longest):
+            async with aclosing(self._outputs(request, priority=0)) as outputs:
+                async for output in outputs:
+                    for answer in output.outputs:
+                        yield _to_delta(output, answer, first, likeliest)
+                        first = False
 
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
         cached = 0
-        bare = dataclasses.replace(request, sampling={"max_tokens": 1, "temperature": 0.0})
-        async with aclosing(self._outputs(bare)) as outputs:
+        bare = dataclasses.replace(request, sampling=_ONE_TOKEN)
+        async with aclosing(self._outputs(bare, PREFILL_PRIORITY)) as outputs:
             async for output in outputs:
                 cached = output.num_cached_tokens or cached
         return cached
 
+    def open_appends(self, cache_salt: str | None = None) -> VllmAppends | None:
+        """Begin a prompt that grows; None where that is not sound or too many are open.
+
+        Raises:
+            EngineDead: the engine is not running.
+        """
+        bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
+        limit = int(self._engine.vllm_config.model_config.max_model_len)
+        return self._appends.open(lambda pieces: self._sent(pieces, bare, PREFILL_PRIORITY), cache_salt, limit)
+
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        await self._engine.reset_prefix_cache()
+        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten.
 
-    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput]:
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+        Raises:
+            EngineDead: the engine's process ended.
+        """
         engine = self._engine
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
+        await self._appends.close()
+        with self._clear_errors(engine):
+            reset = asyncio.ensure_future(engine.reset_prefix_cache())
+            # An engine that dies meanwhile never answers. The task that hands its answers out ends with it.
+            ends = {engine.output_handler} if engine.output_handler else set()
+            try:
+                await asyncio.wait({reset, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if not reset.done():
+                    raise EngineDead(f"The engine on {self.device} died.")
+                reset.result()
+            finally:
+                reset.cancel()
+
+    async def _outputs(self, request: Request, priority: int) -> AsyncGenerator[RequestOutput]:
         self._running.add(request.request_id)
         try:
-            stream = engine.generate(prompt, self._params(request), request.request_id)  # type: ignore[arg-type]
+            async with aclosing(self._sent(token_prompt(request), request, priority)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._running.discard(request.request_id)
+
+    async def _sent(
+        self, prompt: dict[str, Any] | Pieces, request: Request, priority: int
+    ) -> AsyncGenerator[RequestOutput]:
+        """What vLLM says to a prompt, or to the pieces of one."""
+        engine = self._engine
+        by_priority = engine.vllm_config.scheduler_config.policy == "priority"
+        place = priority if by_priority else 0
+        with self._clear_errors(engine):
+            params = self._params(request)
+            stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
+
+    @contextmanager
+    def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
+        """Whatever goes wrong with a request, in this package's errors."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            yield
         except EngineDeadError as error:
+            raise EngineDead(f"The engine on {self.device} died.") from error
+        except EngineGenerateError as error:
+            if not engine.errored:
+                raise
             raise EngineDead(f"The engine on {self.device} died.") from error
         except (ValueError, VLLMValidationError) as error:
             raise CallRefused(f"vLLM refused the call: {error}") from error
-        finally:
-            self._running.discard(request.request_id)
 
     def _params(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
