@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
+import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -16,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from langchain_core.runnables import RunnableLambda
 from langgraph.graph import START, StateGraph
+from langgraph.pregel._loop import PregelLoop
 from typing_extensions import TypedDict
 
-from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node
+from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, agent_node, session
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import CallTimedOut
+from langgraph_pingpong.planning import planner_of
 from tests.conftest import edges_on, leases_on, tasks_on, wait_until
 
 if TYPE_CHECKING:
@@ -353,3 +360,191 @@ class TestStopping:
         assert rounds <= 2
         time.sleep(0.2)
         assert len(run.record.named("generate.started")) == rounds
+
+
+async def stop_at_random(
+    graph: CompiledStateGraph[Any], chance: random.Random, task: dict[str, str], most_s: float
+) -> None:
+    """Read the stream of a run, and stop it: at a random chunk and in a random way, or after a random time."""
+    way = chance.choice(("cancel", "close", "raise", "by time", "by time"))
+    chunk, seconds = chance.randint(1, 14), chance.uniform(0.0, most_s)
+
+    async def read() -> None:
+        seen = 0
+        async with aclosing(graph.astream(task, stream_mode="messages")) as parts:
+            async for _ in parts:
+                seen += 1
+                if seen < chunk or way == "by time":
+                    continue
+                if way == "raise":
+                    raise LookupError("the reader's own")
+                if way == "cancel":
+                    reading.cancel()
+                    await asyncio.sleep(0)
+                return
+
+    reading = asyncio.create_task(read())
+    await asyncio.wait([reading], timeout=seconds if way == "by time" else None)
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError, LookupError):
+        await reading
+
+
+async def stop_many(graph: CompiledStateGraph[Any], runs: int, at_once: int, most_s: float) -> None:
+    chance, free = random.Random(14), asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> None:
+        async with free:
+            await stop_at_random(graph, chance, {"task": f"Number {number}."}, most_s)
+
+    await asyncio.gather(*(one(number) for number in range(runs)))
+
+
+class TestManyRuns:
+    """Whatever the moment, and however many."""
+
+    def test_a_thousand(self, lab: Lab) -> None:
+        replies = {"writer": "abcdefgh", "critic": "ijklmnop"}
+        model = lab.model(replies=replies, speed={"decode_speed": 100.0})
+        record = lab.record(model)
+        graph = lab.chain(model)
+        asyncio.run(stop_many(graph, 1000, at_once=64, most_s=0.3))
+        wait_until(lambda: not any(engine.num_unfinished for engine in lab.engines), WITHIN_S, "quiet engines")
+        wait_until(lambda: not tasks_on(model.pool), WITHIN_S, "quiet loop")
+        assert leases_on(model.pool) == 0
+        assert edges_on(model.pool) == []
+        for node in ("writer", "critic"):
+            begun, spoken, ended = (len(record.named(n, node)) for n in ("generate.started", "first_token", "finish"))
+            assert begun > ended, f"some were stopped while the {node} spoke"
+            assert node == "critic" or begun > spoken, "some before the first token"
+            aborted = {ids for engine in lab.engines for ids in engine.aborted}
+            asked = [r.request_id for e in lab.engines for r in e.requests if self.node_of(lab, r) == node]
+            assert len(aborted & set(asked)) == len(asked) - ended
+        assert record.named("edge.dropped")
+        assert graph.invoke({"task": "Number 1."}) == lab.chain(lab.model(replies=replies)).invoke(
+            {"task": "Number 1."}
+        )
+
+    def test_take_no_more_memory_than_the_last_few(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(session, "MAX_RUNS", 10)
+        model = lab.model(replies={"writer": "abcdefgh", "critic": "ijklmnop"}, speed={"decode_speed": 100.0})
+        graph = lab.chain(model)
+        asyncio.run(stop_many(graph, 40, at_once=40, most_s=0.3))
+        assert len(model.pool.runs) == 10
+
+        def left() -> list[PregelLoop]:
+            gc.collect()
+            loops = [each for each in gc.get_objects() if issubclass(type(each), PregelLoop)]
+            return [loop for loop in loops if set(loop.nodes) >= {"writer", "critic"}]
+
+        wait_until(lambda: not left(), 2.0, "end of what LangGraph made for a run")
+        assert len(planner_of(model.pool)._books) == 0
+
+    @staticmethod
+    def node_of(lab: Lab, request: Request) -> str:
+        text = lab.engines[0].tokenizer.decode(list(request.prompt_token_ids))
+        return "writer" if "You are the writer." in text else "critic"
+
+
+PROGRAM = """
+import atexit, json, sys
+engines = []
+
+def report():  # the first that is registered comes last
+    print(json.dumps({
+        "unfinished": [engine.num_unfinished for engine in engines],
+        "aborted": [len(engine.aborted) for engine in engines],
+        "asked": [len(engine.requests) for engine in engines],
+        "stopped": [engine.stopped for engine in engines],
+    }), flush=True)
+
+atexit.register(report)
+import asyncio, os, signal, threading
+from tests.conftest import Lab
+from tests.test_cancellation import TASK, LONG, Stopping
+
+run = Stopping(Lab(), LONG)
+engines += run.lab.engines
+third = run.third
+
+def interrupt():
+    third.wait(30)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if sys.argv[1] == "exit":
+    threading.Thread(target=run.graph.invoke, args=[TASK], daemon=True).start()
+    third.wait(30)
+    sys.exit(3)
+threading.Thread(target=interrupt, daemon=True).start()
+if sys.argv[1] == "invoke":
+    run.graph.invoke(TASK)
+else:
+    asyncio.run(run.graph.ainvoke(TASK))
+"""
+
+
+def test_a_program_that_ends_takes_its_requests_along() -> None:
+    """By its own exit, and by Ctrl-C in a sync and in an async run."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    programs = {
+        how: subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for how in ("exit", "invoke", "ainvoke")
+    }
+    for how, program in programs.items():
+        output, errors = program.communicate(timeout=60)
+        left = json.loads(output.splitlines()[-1])
+        assert left["unfinished"] == [0, 0], how
+        assert left["asked"] == [1, 0]
+        assert left["aborted"][0] == 1
+        assert left["stopped"] == [True, True]
+        if how == "exit":
+            assert program.returncode == 3
+        else:
+            assert program.returncode == -signal.SIGINT
+            assert errors.rstrip().endswith("KeyboardInterrupt")
+        assert "Exception ignored" not in errors
+        assert "never retrieved" not in errors
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+class TestRealEngines:
+    """The same on real vLLM: it says itself that it has nothing to do, and holds no block of its KV cache."""
+
+    def test_two_hundred_runs(self, lab: Lab, real_model: ChatPingPong) -> None:
+        pool, graph = real_model._serving().pool, lab.chain(real_model.bind(max_tokens=8))
+        real_model.reset_prefix_cache()
+        assert self.left(pool) == [(0, False, True)] * 2
+        expected = graph.invoke(TASK)
+        record = lab.record(real_model)
+        asyncio.run(stop_many(graph, 200, at_once=8, most_s=1.0))
+        wait_until(lambda: self.left(pool) == [(0, False, True)] * 2, 2.0, "idle engines")
+        assert leases_on(pool) == 0
+        assert edges_on(pool) == []
+        for node in ("writer", "critic"):
+            assert len(record.named("generate.started", node)) > len(record.named("finish", node))
+        assert len(record.named("edge.dropped")) > 10
+        assert graph.invoke(TASK) == expected
+
+    @staticmethod
+    def left(pool: EnginePool) -> list[tuple[int, bool, bool]]:
+        """Of each engine: requests under way, whether vLLM has work, and whether all of its KV cache is free.
+
+        vLLM's own process is asked. It empties its prefix cache only while no request holds a block, and tells.
+        """
+
+        async def ask(engine: Any) -> tuple[int, bool, bool]:
+            llm = engine._engine
+            under_way = engine.num_unfinished + llm.output_processor.get_num_unfinished_requests()
+            return under_way, await llm.engine_core.call_utility_async("has_work"), await llm.reset_prefix_cache()
+
+        async def ask_all() -> list[tuple[int, bool, bool]]:
+            return [await ask(engine) for engine in pool.engines]
+
+        return pool.loop.run(ask_all())
