@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 import importlib.util
 import os
+import signal
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +157,7 @@ class VllmEngine:
             raise
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, _environment(engine_environment(self._config, self._device)):
+        with _BUILDING, _environment(engine_environment(self._config, self._device)), _interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -408,6 +410,21 @@ def quiet_vllm() -> AbstractContextManager[None]:
 
 def _weight_files(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that are started within never see Ctrl-C.
+
+    At a terminal and in a notebook it reaches every process of the group, and vLLM's would end at it, though it is
+    meant for the call that is running.
+    """
+    resource_tracker.ensure_running()  # it lets them through again when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
