@@ -106,8 +106,8 @@ class Health:
 
     def _give_up(self, index: int, error: Exception) -> None:
         device, why = self._engines[index].device, message_of(error)
-        self.emit("engine.gave_up", index, error=why)
         logger.warning("The engine on %s is out of use: %d restarts failed. %s", device, MAX_TRIES, why)
+        self.emit("engine.gave_up", index, error=why)
 
     async def close(self) -> None:
         """Restart nothing any more; returns when nothing is under way."""

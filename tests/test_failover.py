@@ -18,26 +18,13 @@ from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, health
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, EngineDead, EngineError, ServerFailed
 from langgraph_pingpong.trace import Event
-from tests.conftest import byte_tokenizer, pseudo_words, wait_until
+from tests.conftest import ASSISTANT, Lab, byte_tokenizer, going_on, pseudo_words, wait_until
 
 if TYPE_CHECKING:
-    from tests.conftest import Lab, Recorder
+    from tests.conftest import Recorder
 
 TASK = {"task": "Say what a tide pool is."}
-ASSISTANT = "<|im_start|>assistant\n"
 Kill = Callable[[Event], None]
-
-
-def going_on(text_of: Callable[[str], str] = lambda prompt: pseudo_words(prompt)[:56]) -> Callable[[str], str]:
-    """A model that goes on where an answer that has begun stands at the end of its prompt."""
-
-    def reply(prompt: str) -> str:
-        asked, _, said = prompt.rpartition(ASSISTANT)
-        whole = text_of(asked)
-        assert whole.startswith(said)
-        return whole[len(said) :]
-
-    return reply
 
 
 def engines_of(lab: Lab, count: int = 2, reply: Any = None, **settings: Any) -> list[FakeEngine]:
@@ -66,8 +53,6 @@ def on(model: ChatPingPong, name: str, node: str, act: Callable[[], None], count
 
 
 def baseline(nodes: Sequence[str] = ("writer", "critic")) -> dict[str, Any]:
-    from tests.conftest import Lab
-
     lab = Lab()
     return lab.chain(lab.model(engines_of(lab, time_scale=0.0), overlap="off"), nodes).invoke(TASK)
 
