@@ -262,6 +262,22 @@ class TestEdges:
         assert repr(model.pool) == "<EnginePool fake:0=0 fake:1=0(down)>"
         model.pool.close()
 
+    def test_on_a_device_that_is_back_already_are_not_either(self, lab: Lab) -> None:
+        """What was prefilled there is lost."""
+        expected = baseline()
+        model, record = started(lab)
+
+        def die_and_come_back() -> None:
+            lab.engines[1].die()
+            model.pool.health.failed(1, EngineDead("The engine on fake:1 died."))
+
+        on(model, "append.complete", "critic", die_and_come_back, 2)
+        assert lab.chain(model).invoke(TASK) == expected
+        back(record, "fake:1")
+        certificate = record.certificate("critic")
+        assert certificate["static"] == certificate["streamed"] == 0
+        assert certificate["fallback"]
+
     def test_are_not_opened_on_one(self, lab: Lab) -> None:
         model, record = started(lab)
         lab.engines[1].fail_restart = OSError("no such process")
