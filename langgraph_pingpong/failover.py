@@ -106,7 +106,7 @@ class MovingAnswer:
 
     def _move(self, error: EngineDead | ServerFailed) -> None:
         """Move to another engine, or raise why not."""
-        if self.pool.health.closed:
+        if self.pool.health.closed or len(self.pool.engines) == 1:
             raise error
         left = self.lease.engine.device
         self._tried.add(self.lease.index)
@@ -146,8 +146,6 @@ class MovingAnswer:
         return None
 
     def _no_way_on(self, error: EngineDead | ServerFailed) -> EngineDead | ServerFailed:
-        if len(self.pool.engines) == 1:
-            return error
         causes = {**self.pool.health.causes(), **self.failed}
         listed = " ".join(f"{device}: {cause}" for device, cause in causes.items())
         return type(error)(f"No engine is left for this call. {listed}")

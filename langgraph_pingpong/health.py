@@ -39,14 +39,14 @@ class Health:
         self._engines = engines
         self._placement = placement
         self._causes: dict[int, Exception] = {}
-        self._lives = [0] * len(engines)
+        self.lives = [0] * len(engines)
         """How often each engine was started."""
         self._restarts: dict[int, asyncio.Task[None]] = {}
 
     def serves(self, index: int) -> None:
         """An engine was started."""
         engine = self._engines[index]
-        self._lives[index] += 1
+        self.lives[index] += 1
         self._placement.came_up(index, engine.block_size, engine.cache_tokens)
 
     @contextmanager
@@ -56,13 +56,13 @@ class Health:
         Raises:
             EngineDead: it was shut down because the pool was closed.
         """
-        life = self._lives[index]
+        life = self.lives[index]
         try:
             yield
         except FAILED as error:
             if self.closed:
                 raise EngineDead("The engines were closed while the call was running.") from error
-            if life == self._lives[index]:  # else it is back already
+            if life == self.lives[index]:  # else it is back already
                 self.failed(index, error)
             raise
 
@@ -106,8 +106,8 @@ class Health:
 
     def _give_up(self, index: int, error: Exception) -> None:
         device, why = self._engines[index].device, message_of(error)
-        self.emit("engine.gave_up", index, error=why)
         logger.warning("The engine on %s is out of use: %d restarts failed. %s", device, MAX_TRIES, why)
+        self.emit("engine.gave_up", index, error=why)
 
     async def close(self) -> None:
         """Restart nothing any more; returns when nothing is under way."""

@@ -30,7 +30,9 @@ class Lease:
         self._pool = pool
         self.index = index
         """The engine's position in the pool."""
+        self._life = pool.health.lives[index]
         self._held = True
+        self._noted = False
 
     @property
     def engine(self) -> Engine:
@@ -39,8 +41,9 @@ class Lease:
 
     @property
     def up(self) -> bool:
-        """Whether the engine serves, as far as is known."""
-        return self._pool._placement.places[self.index].up
+        """Whether the engine serves, as far as is known, and did so ever since it was leased."""
+        pool, index = self._pool, self.index
+        return pool._placement.places[index].up and pool.health.lives[index] == self._life
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """The engine's answer to a request; see `Engine.generate`."""
@@ -65,7 +68,9 @@ class Lease:
         index = self.index
         with self._pool.health.watching(index):
             cached = await self.engine.prefill(request)
-        self._pool._placement.computed(index, request.prompt_token_ids, request.cache_salt)
+        if not self._noted:  # what it grows by is noted with its answer: an append should cost the same at any length
+            self._noted = True
+            self._pool._placement.computed(index, request.prompt_token_ids, request.cache_salt)
         return cached
 
     async def append(self, appends: Appends, ids: Sequence[int], salt: str | None) -> int | None:
@@ -87,7 +92,7 @@ class Lease:
         if self._held:
             placement.leases[self.index] -= 1
             placement.leases[index] += 1
-        self.index = index
+        self.index, self._life = index, self._pool.health.lives[index]
         return True
 
     def release(self) -> None:

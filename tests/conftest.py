@@ -31,6 +31,7 @@ from langgraph_pingpong.trace import Event
 pytest_plugins = ("tests.engines_fixture",)
 
 QUIET_WITHIN_S = 3.0
+ASSISTANT = "<|im_start|>assistant\n"
 RULES = "Answer in short sentences and leave nothing out. " * 2
 
 
@@ -153,6 +154,18 @@ def reply_by_node(replies: Mapping[str, str]) -> Callable[[str], str]:
             if f"You are the {node}." in prompt:
                 return text
         return pseudo_words(prompt)[:56]
+
+    return reply
+
+
+def going_on(text_of: Callable[[str], str] = lambda prompt: pseudo_words(prompt)[:56]) -> Callable[[str], str]:
+    """A model that goes on where an answer that has begun stands at the end of its prompt."""
+
+    def reply(prompt: str) -> str:
+        asked, _, said = prompt.rpartition(ASSISTANT)
+        whole = text_of(asked)
+        assert whole.startswith(said)
+        return whole[len(said) :]
 
     return reply
 

@@ -18,26 +18,13 @@ from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, health
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, EngineDead, EngineError, ServerFailed
 from langgraph_pingpong.trace import Event
-from tests.conftest import byte_tokenizer, pseudo_words, wait_until
+from tests.conftest import ASSISTANT, Lab, byte_tokenizer, going_on, pseudo_words, wait_until
 
 if TYPE_CHECKING:
-    from tests.conftest import Lab, Recorder
+    from tests.conftest import Recorder
 
 TASK = {"task": "Say what a tide pool is."}
-ASSISTANT = "<|im_start|>assistant\n"
 Kill = Callable[[Event], None]
-
-
-def going_on(text_of: Callable[[str], str] = lambda prompt: pseudo_words(prompt)[:56]) -> Callable[[str], str]:
-    """A model that goes on where an answer that has begun stands at the end of its prompt."""
-
-    def reply(prompt: str) -> str:
-        asked, _, said = prompt.rpartition(ASSISTANT)
-        whole = text_of(asked)
-        assert whole.startswith(said)
-        return whole[len(said) :]
-
-    return reply
 
 
 def engines_of(lab: Lab, count: int = 2, reply: Any = None, **settings: Any) -> list[FakeEngine]:
@@ -66,8 +53,6 @@ def on(model: ChatPingPong, name: str, node: str, act: Callable[[], None], count
 
 
 def baseline(nodes: Sequence[str] = ("writer", "critic")) -> dict[str, Any]:
-    from tests.conftest import Lab
-
     lab = Lab()
     return lab.chain(lab.model(engines_of(lab, time_scale=0.0), overlap="off"), nodes).invoke(TASK)
 
@@ -276,6 +261,22 @@ class TestEdges:
         assert not lab.engines[1].requests
         assert repr(model.pool) == "<EnginePool fake:0=0 fake:1=0(down)>"
         model.pool.close()
+
+    def test_on_a_device_that_is_back_already_are_not_either(self, lab: Lab) -> None:
+        """What was prefilled there is lost."""
+        expected = baseline()
+        model, record = started(lab)
+
+        def die_and_come_back() -> None:
+            lab.engines[1].die()
+            model.pool.health.failed(1, EngineDead("The engine on fake:1 died."))
+
+        on(model, "append.complete", "critic", die_and_come_back, 2)
+        assert lab.chain(model).invoke(TASK) == expected
+        back(record, "fake:1")
+        certificate = record.certificate("critic")
+        assert certificate["static"] == certificate["streamed"] == 0
+        assert certificate["fallback"]
 
     def test_are_not_opened_on_one(self, lab: Lab) -> None:
         model, record = started(lab)

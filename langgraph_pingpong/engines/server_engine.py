@@ -159,13 +159,15 @@ class ServerEngine:
         from openai import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT, AsyncOpenAI, Timeout
 
         config = self._config
-        silence = DEFAULT_TIMEOUT.read if config.timeout is None else config.timeout
+        several = len(config.addresses) > 1  # then a request goes to another one, within the time of the call
+        silence = DEFAULT_TIMEOUT.read if config.timeout is None else config.timeout / len(config.addresses)
+        retries = 0 if several else DEFAULT_MAX_RETRIES
         try:
             return AsyncOpenAI(
                 base_url=self._address.url,
                 api_key=config.api_key or NO_KEY,
                 timeout=Timeout(silence, connect=DEFAULT_TIMEOUT.connect),
-                max_retries=DEFAULT_MAX_RETRIES if config.max_retries is None else config.max_retries,
+                max_retries=retries if config.max_retries is None else config.max_retries,
                 http_client=config.http_client() if config.http_client else None,
             )
         except TypeError as error:
