@@ -50,7 +50,7 @@ class Library:
         enough = bisect_left(sums, tokens) + 1
 
         def reaches(number: int) -> bool:
-            return self._count("".join(sentences[:number])) >= tokens
+            return self._count("".join(sentences[:number]).rstrip()) >= tokens
 
         while not reaches(enough):
             enough += 1
