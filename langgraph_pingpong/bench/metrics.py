@@ -104,8 +104,11 @@ def devices(run: Run) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Shares of the tokens of downstream prompts: prefilled before and while the upstream spoke, cached besides, and
-    left for the call. `wasted` is in the same unit, and was prefilled for nothing."""
+    """Shares of the tokens of downstream prompts.
+
+    They were prefilled before and while the upstream spoke, cached besides, or left for the call. `wasted` is in the
+    same unit, and was prefilled for nothing.
+    """
 
     static: float
     streamed: float
@@ -197,7 +200,7 @@ def drift(runs: Sequence[Run]) -> float | None:
     if not third:
         return None
     ordered = [run["e2e_ms"] for run in sorted(runs, key=lambda run: run["at"])]
-    return median(ordered[-third:]) / median(ordered[:third]) - 1
+    return float(median(ordered[-third:]) / median(ordered[:third]) - 1)
 
 
 def slow_devices(runs: Sequence[Run]) -> dict[str, float]:
