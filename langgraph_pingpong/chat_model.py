@@ -31,7 +31,7 @@ from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.planning import PlannedCall, cache_salt, planner_of
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
-from langgraph_pingpong.serving import LazyServing, Serving, make_serving, serving_of_servers, serving_on
+from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, Certificate, Session, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS, Settings
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
@@ -98,10 +98,11 @@ class ChatPingPong(Settings):
         await asyncio.to_thread(self.close)
 
     def __getstate__(self) -> dict[Any, Any]:
-        """A pickled model travels without its engines and makes its own where it is used."""
+        """A pickled model travels without its engines and makes its own where it is used. Its key stays, too."""
         if self.pool is not None:
             raise TypeError("A model on a pool of yours cannot be pickled: its engines belong to this process.")
-        return super().__getstate__()
+        state = super().__getstate__()
+        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
 
     def _serving(self) -> Serving:
         return self._lazy.get(self._make_serving)
@@ -110,16 +111,18 @@ class ChatPingPong(Settings):
         # vLLM may be missing where no parser was chosen. A model from a checkpoint has every setting given.
         if self.reasoning_parser or self.tool_parser != type(self).model_fields["tool_parser"].default:
             check_parsers(self.tool_parser, self.reasoning_parser)
+        prompting = Prompting(self.tokenizer, self.chat_template, self.escape_markers)
         if self.pool is not None:
-            return serving_on(self.pool, self.model, self.tokenizer, self.chat_template)
+            return serving_on(self.pool, self.model, prompting)
         if self.base_urls is not None:
             client = {name: getattr(self, name) for name in CLIENT_SETTINGS}
             client["api_key"] = self.api_key.get_secret_value() if self.api_key else None
-            return serving_of_servers(self.model, self.base_urls, client, self.tokenizer, self.chat_template)
+            return serving_of_servers(self.model, self.base_urls, client, prompting)
         settings = {name: getattr(self, name) for name in ENGINE_SETTINGS}
+        settings["same_device"] = self.overlap == "same-device"
         if self.reasoning_parser:  # so that a grammar waits until the reasoning is over
             settings["engine_args"] = {"reasoning_parser": self.reasoning_parser, **self.engine_args}
-        return make_serving(self.model, self.devices, settings, self.tokenizer, self.chat_template)
+        return make_serving(self.model, self.devices, settings, prompting)
 
     # -- tokens --------------------------------------------------------------------------------------------
 
@@ -285,8 +288,9 @@ class ChatPingPong(Settings):
         if task is None:
             return _Prepared(serving, Call(request, read=read, trace=self._trace, decode=decode))
         key = CallKey(task.site, push=task.push)
-        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace, decode)
-        if self.overlap == "off" or len(serving.pool.engines) < 2:
+        same_device = self.overlap == "same-device"
+        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace, decode, same_device)
+        if self.overlap == "off" or (len(serving.pool.engines) < 2 and not same_device):
             return _Prepared(serving, call, task)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
         turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
@@ -318,7 +322,7 @@ class ChatPingPong(Settings):
         pool = prepared.serving.pool
         call, task = prepared.call, prepared.task
         session = session_of(task.owner if task else None, pool)
-        planned = prepared.begin() if prepared.begin else None
+        planned = self._begin(prepared)
         if planned is not None:
             call = replace(call, key=planned.record.key, plan=planned.plan)
         _close_with_graph(session, task, planned)
@@ -339,6 +343,13 @@ class ChatPingPong(Settings):
         finally:
             if answer is None and planned is not None:
                 planned.end(None)
+
+    def _begin(self, prepared: _Prepared) -> PlannedCall | None:
+        """A call of a graph begins, of which edges may leave."""
+        planned = prepared.begin() if prepared.begin else None
+        if planned is not None and self.speculate:
+            planned.remember_sampling(prepared.call.request, prepared.serving.pool.engines[0].max_model_len)
+        return planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, UnknownSetting
+from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
+from langgraph_pingpong.exact import BATCH_INVARIANT, Exact, batch_invariant, check_exact, exact_args
+from langgraph_pingpong.same_device import Riding, riding
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
 
@@ -82,7 +84,8 @@ class ServerAddress:
         if "@" in parts.netloc:
             raise BaseUrlError(f"{_without_user(text)!r} has a user name or password in it: use api_key= instead.")
         if parts.query or parts.fragment:
-            raise BaseUrlError(f"{text!r} has a query or fragment, which a base URL cannot have.")
+            bare = parts._replace(query="", fragment="").geturl()  # a query may hold a key
+            raise BaseUrlError(f"{bare!r} has a query or fragment, which a base URL cannot have.")
         return cls(text.strip().rstrip("/"))
 
     def at_root(self, path: str) -> str:
@@ -196,11 +199,15 @@ def check_devices(devices: Sequence[Device], tensor_parallel_size: int = 1) -> N
             taken[index] = device
 
 
-def cores_for(device: Device, devices: Sequence[Device]) -> list[int]:
-    """The cores a CPU engine is bound to: an equal, contiguous share, so that engines do not disturb each other."""
+def cores_for(device: Device, devices: Sequence[Device], exact: Exact = "ids") -> list[int]:
+    """The cores a CPU engine is bound to: an equal, contiguous share, so that engines do not disturb each other.
+
+    For answers equal to the bit every engine has as many, and a core may be left: how a sum is split depends on it.
+    """
     cores = usable_cores()
     rank, count = list(devices).index(device), len(devices)
-    return cores[rank * len(cores) // count : (rank + 1) * len(cores) // count]
+    shared = len(cores) // count * count if exact == "bits" else len(cores)
+    return cores[rank * shared // count : (rank + 1) * shared // count]
 
 
 def gpus_of(device: Device, width: int) -> list[str]:
@@ -216,9 +223,14 @@ def gpus_of(device: Device, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What to serve and how. Every field except `devices` has vLLM's name and reaches vLLM unchanged.
+    """What to serve and how.
 
-    None means vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens.
+    Every field except `devices`, `exact` and `same_device` has vLLM's name and reaches vLLM unchanged. None is vLLM's
+    own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`, prefills ride on
+    the decode steps of their device.
+
+    Raises:
+        NotExact: the settings contradict `exact`.
     """
 
     model: str
@@ -228,7 +240,20 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
     enforce_eager: bool | None = None
+    exact: Exact = "ids"
+    same_device: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_exact(self.exact)
+        if self.same_device and self.same_shapes:
+            raise NotExact("overlap='same-device' contradicts exact='bits', which lets nothing share a step here.")
+        _ = self.vllm_args
+
+    @property
+    def kind(self) -> str:
+        """That of its devices."""
+        return self.devices[0].kind
 
     @cached_property
     def vllm_args(self) -> dict[str, Any]:
@@ -241,14 +266,32 @@ class EngineConfig:
             "enforce_eager": self.enforce_eager,
         }
         given = {name: value for name, value in named.items() if value is not None}
-        defaults = _CPU_DEFAULTS if self.devices[0].kind == "cpu" else {}
-        return {**_DEFAULTS, **defaults, **given, **self.engine_args, "model": self.model}
+        defaults = _CPU_DEFAULTS if self.kind == "cpu" else {}
+        exact = exact_args(self.engine_args) if self.same_shapes else {}
+        rides = self.riding.engine_args if self.riding else {}
+        return {**_DEFAULTS, **defaults, **given, **self.engine_args, **rides, **exact, "model": self.model}
+
+    @property
+    def riding(self) -> Riding | None:
+        """How prefills ride on the decode steps of their device, where they shall and where that needs anything."""
+        return riding(self.kind, self.engine_args) if self.same_device else None
+
+    @property
+    def same_shapes(self) -> bool:
+        """Whether prompts have to be computed in the same pieces always, whole blocks and a rest, one at a time."""
+        return self.exact == "bits" and not batch_invariant(self.kind)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that vLLM has settings of these devices in."""
+        return {BATCH_INVARIANT: "1"} if self.exact == "bits" and not self.same_shapes else {}
 
 
 _DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "disable_log_stats": True,
     "use_tqdm_on_load": False,
+    "scheduling_policy": "priority",  # prefills come after answers
 }
 
 # Eager: compiling pays only for long runs on a CPU. Blocks of 32 tokens, not 128: a prefix is reused in whole

@@ -6,9 +6,11 @@
     │   ├── BaseUrlError
     │   ├── SettingOfServers
     │   ├── WrongServer
+    │   ├── NotExact
     │   ├── UnknownSetting
     │   ├── ModelNotFound
     │   ├── NoChatTemplate
+    │   ├── CannotEscape
     │   ├── TemplateRefused
     │   ├── CallRefused
     │   ├── UnknownParser
@@ -72,6 +74,12 @@ class WrongServer(ConfigError):
     hint = "Start every server with the same model and max_model_len, and pass model= with its folder or id."
 
 
+class NotExact(ConfigError):
+    """What exact="bits" promises cannot be kept with the other settings, or with this model."""
+
+    hint = "Leave the other setting out, or take exact='ids', which promises equal prompts only."
+
+
 class UnknownSetting(ConfigError):
     """A setting that neither this package nor vLLM knows."""
 
@@ -88,6 +96,12 @@ class NoChatTemplate(ConfigError):
     """The model's tokenizer has no chat template."""
 
     hint = "Use an instruct model, or pass chat_template= with a Jinja template."
+
+
+class CannotEscape(ConfigError):
+    """Special tokens in users' text cannot be kept text with this tokenizer."""
+
+    hint = "Use the model's fast tokenizer, or leave escape_markers= out."
 
 
 class TemplateRefused(ConfigError):

@@ -16,6 +16,7 @@ from langgraph_pingpong.engines.base import Delta, Request, new_request_id
 from langgraph_pingpong.errors import EngineDead, ServerFailed
 from langgraph_pingpong.health import FAILED, message_of
 from langgraph_pingpong.pool import EnginePool, Lease
+from langgraph_pingpong.speculation import Speculation
 
 MAX_MOVES = 2
 """How often an answer moves: a prompt that kills its engine must not kill them all."""
@@ -47,6 +48,8 @@ class MovingAnswer:
     request: Request
     decode: Decode | None
     moved: Callable[..., Any]
+    begun: Speculation | None = None
+    """The answer on the first engine, if it was begun before its call."""
     ids_equal: bool = True
     """Whether every engine saw the ids it was given."""
     began_anew: bool = False
@@ -69,12 +72,17 @@ class MovingAnswer:
         """
         while True:
             try:
-                async with aclosing(self.lease.generate(self._rest())) as deltas:
+                async with aclosing(self._source()) as deltas:
                     async for delta in deltas:
                         yield self._joined(delta)
                 return
             except FAILED as error:
                 self._move(error)
+
+    def _source(self) -> AsyncGenerator[Delta]:
+        if self.begun is not None and not self._tried:
+            return self.begun.deltas()
+        return self.lease.generate(self._rest())
 
     def _rest(self) -> Request:
         """What is still to be answered."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from langgraph_pingpong.segments import MARKER_BREAK, SPACE_MARK, Segments
 
@@ -68,6 +69,12 @@ class GrowingIds:
     def rest(self) -> list[int]:
         """The ids that follow the final ones if the text ends here."""
         return self._encode(self._tail)
+
+    def fork(self) -> Self:
+        """The same text, to go on with in another way."""
+        other = copy.copy(self)
+        other.ids = list(self.ids)
+        return other
 
     def _grow(self, text: str, rendered: bool) -> None:
         if self._drops_space:

@@ -6,6 +6,7 @@ places are found by rendering the prompt with made-up answers, two for each call
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,9 @@ class Stream:
 
 Segment = str | Stream
 """Known text, or a place for an answer."""
+
+MAX_SUFFIX = 4000
+"""Characters behind the answers of a prompt that are encoded again with each of their words."""
 
 
 BLANK = "\n\n\n"
@@ -151,6 +155,8 @@ class GrowingPrompt:
         self._pending = ""  # what they said that may yet be stripped from its end
         self._begun = False  # whether any of it is in the ids
         self._ended: set[Hashable] = set()
+        self._whole = bool(segments) and isinstance(last := segments[-1], str) and template.opens_answer(last)
+        self._lost = False  # whether the rest cannot be known
         self._advance()
         self.static_tokens = len(self._growing.ids)
         """How many of the ids were known before any answer."""
@@ -169,6 +175,21 @@ class GrowingPrompt:
     def ids(self) -> Sequence[int]:
         """The final ids so far, a prefix of the downstream's prompt as far as can be known."""
         return self._growing.ids
+
+    def if_ended(self) -> tuple[int, ...] | None:
+        """All ids of the prompt if the answers that it waits for were complete as they are.
+
+        None where the segments do not reach to where the next answer begins, or much text stands behind the answers,
+        which would take long to encode.
+        """
+        if not self._whole or sum(len(text) for text in self._segments if isinstance(text, str)) > MAX_SUFFIX:
+            return None
+        ended = copy.copy(self)
+        ended._growing = self._growing.fork()
+        ended._segments = list(self._segments)
+        ended._ended = {*self._heard}
+        ended._advance()
+        return None if ended._lost else (*ended.ids, *ended._growing.rest())
 
     def feed(self, call: Hashable, text: str) -> None:
         """Take more of the answer of a call."""
@@ -201,7 +222,8 @@ class GrowingPrompt:
         known = text.rstrip() if place.rstrip else text
         self._used, self._pending = len(pieces), text[len(known) :]
         if (place.lstrip and not self._begun and known[:1].isspace()) or (ended and self._pending.strip("\n")):
-            self._segments.clear()  # some templates strip line breaks only, some all white space: who knows
+            self._segments.clear()
+            self._lost = True  # some templates strip line breaks only, some all white space: who knows
             return False
         if known:
             self._growing.append(known)

@@ -9,7 +9,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,13 +26,15 @@ from langgraph_pingpong.edges.langgraph_internals import (
 )
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
-from langgraph_pingpong.growing_prompt import GrowingPrompt, Probes
+from langgraph_pingpong.engines.base import Request
+from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import render_turns
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate, Message
 
 T = TypeVar("T")
+Sampling = Mapping[str, Any]
 
 PLAN_WITHIN_S = 2.0
 """How long the plan of a call may take, in seconds; what comes later is dropped."""
@@ -40,8 +42,39 @@ PLAN_WITHIN_S = 2.0
 MAX_RUNS = 256
 """Runs whose calls are remembered."""
 
+MAX_SAMPLINGS = 4096
+"""Calls whose sampling is remembered."""
+
 MAX_TARGETS = 8
 """Prompts that are prefilled at most while one call is answered."""
+
+
+class Samplings:
+    """How the calls of graphs sampled their last answers, so that an answer can be begun before its call comes.
+
+    Told apart by node and number alone: a call of another graph, or another tenant, that samples in another way does
+    not take over an answer that was begun in vain.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[CallKey, Sampling] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, key: CallKey) -> Sampling | None:
+        """That of the last such call, if there was one."""
+        with self._lock:
+            return self._last.get(key)
+
+    def remember(self, key: CallKey, request: Request, max_model_len: int) -> None:
+        """Keep what a call asked for, but for a limit that is only what the context leaves."""
+        sampling = dict(request.sampling)
+        if len(request.prompt_token_ids) + sampling.get("max_tokens", 0) == max_model_len:
+            del sampling["max_tokens"]
+        with self._lock:
+            self._last[key] = sampling
+            self._last.move_to_end(key)
+            if len(self._last) > MAX_SAMPLINGS:
+                self._last.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +84,11 @@ class PlannedCall:
     record: CallRecord
     plan: Callable[[], Any]
     _book: RunBook
+    _samplings: Samplings
+
+    def remember_sampling(self, request: Request, max_model_len: int) -> None:
+        """Let the answer of the next such call be begun before it comes."""
+        self._samplings.remember(self.record.key, request, max_model_len)
 
     def close_with_graph(self, close: Callable[[tuple[str, ...]], None]) -> None:
         """Call `close` with the site of the call's graph when the run of that graph is over."""
@@ -68,6 +106,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.learned = LearnedEdges()
+        self._samplings = Samplings()
         self._books: OrderedDict[int, tuple[object, RunBook]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -102,7 +141,7 @@ class Planner:
 
             return await in_daemon_thread(look, PLAN_WITHIN_S)
 
-        return PlannedCall(record, plan, book)
+        return PlannedCall(record, plan, book, self._samplings)
 
     def forget(self, owner: object) -> None:
         """A run is over: let go of the prompts and states of its calls."""
@@ -125,7 +164,8 @@ class Planner:
             return []
         moment = Moment(task, record, book, Probes(), others, partial(_render, template))
         ahead = foresee(moment, self.learned.memory_of(spec_of(task)), tenant_of(task.config))
-        return [_upcoming(one, template) for one in ahead[:MAX_TARGETS] if one.segments]
+        known = [one for one in ahead[:MAX_TARGETS] if one.segments]
+        return [_upcoming(one, template, self._samplings.of(one.key)) for one in known]
 
     def _book(self, owner: object) -> RunBook:
         with self._lock:
@@ -148,8 +188,8 @@ def cache_salt(config: RunnableConfig) -> str | None:
     return None if tenant is None else hashlib.sha256(repr(tenant).encode()).hexdigest()
 
 
-def _upcoming(ahead: Ahead, template: ChatTemplate) -> Upcoming:
-    return Upcoming(ahead.key, ahead.step, ahead.source, GrowingPrompt(template, ahead.segments))
+def _upcoming(ahead: Ahead, template: ChatTemplate, sampling: Sampling | None) -> Upcoming:
+    return Upcoming(ahead.key, ahead.step, ahead.source, GrowingPrompt(template, ahead.segments), sampling)
 
 
 def _render(template: ChatTemplate, turns: Sequence[Message], shaping: Shaping) -> str:

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from langgraph_pingpong.engines.base import Delta, Engine, Request
+from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
 from langgraph_pingpong.errors import DeviceError, EngineDead
 from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.loop import LoopThread
@@ -72,6 +72,15 @@ class Lease:
             self._noted = True
             self._pool._placement.computed(index, request.prompt_token_ids, request.cache_salt)
         return cached
+
+    async def append(self, appends: Appends, ids: Sequence[int], salt: str | None) -> int | None:
+        """Compute the prompt up to the end of `ids`, which begin with what it has; see `Appends.append`."""
+        begins = not appends.tokens
+        with self._pool.health.watching(self.index):
+            found = await appends.append(ids[appends.tokens :])
+        if begins and found is not None:  # not with each piece: the keys of all before it would be made again
+            self._pool._placement.computed(self.index, ids, salt)
+        return found
 
     def move(self, failed: Collection[int], request: Request) -> bool:
         """Move to an engine that is up, for a request that others `failed`; whether there is one."""
@@ -184,6 +193,10 @@ class EnginePool:
         """
         index = self._placement.for_edge(upstream.index, upstream.index + ahead, ids, salt, time.monotonic())
         return None if index is None else self._reserve(index)
+
+    def lease_beside(self, upstream: Lease) -> Lease:
+        """Reserve a place for an edge on the very device of its upstream."""
+        return self._reserve(upstream.index)
 
     def _reserve(self, index: int) -> Lease:
         self._placement.leases[index] += 1

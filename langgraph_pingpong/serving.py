@@ -18,9 +18,9 @@ from langgraph_pingpong.config import (
     resolve_model,
 )
 from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer
-from langgraph_pingpong.engines.server_engine import build_server_engines
+from langgraph_pingpong.engines.server_engine import ServerEngine, build_server_engines
 from langgraph_pingpong.engines.vllm_engine import build_vllm_engines
-from langgraph_pingpong.errors import SettingOfServers
+from langgraph_pingpong.errors import CannotEscape, SettingOfServers
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
@@ -46,6 +46,35 @@ class Serving:
         decode: Any = self.template.tokenizer.decode
         skip = sampling.get("skip_special_tokens", True)
         return partial(decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """What a model's prompts are made with instead of its own tokenizer and chat template (Jinja), where given.
+
+    `escape_markers` None is as it comes: with servers, prompts are those that vLLM would make of the messages itself.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    chat_template: str | None = None
+    escape_markers: bool | None = None
+
+    def template(self, tokenizer: PreTrainedTokenizerBase, *, of_servers: bool = False) -> ChatTemplate:
+        """The template, with the model's own tokenizer.
+
+        Raises:
+            NoChatTemplate: there is none.
+            CannotEscape: markers shall be escaped, and the tokenizer cannot write one as plain text.
+        """
+        escape = not of_servers if self.escape_markers is None else self.escape_markers
+        template = ChatTemplate(tokenizer, self.chat_template, escape_markers=escape)
+        if self.escape_markers and not template.escape_markers:
+            name = tokenizer.name_or_path
+            raise CannotEscape(f"The tokenizer of {name!r} cannot write a special token as plain text.")
+        return template
+
+
+_OWN = Prompting()
 
 
 class LazyServing:
@@ -85,8 +114,7 @@ def make_serving(
     model: str | None,
     devices: Sequence[str] | None,
     settings: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    chat_template: str | None = None,
+    prompting: Prompting = _OWN,
 ) -> Serving:
     """Engines on `devices`, not started yet, with everything checked that can be before they start.
 
@@ -98,15 +126,15 @@ def make_serving(
     """
     places = parse_devices(devices or default_devices())
     if places[0].kind == "fake":
-        tokenizer = tokenizer or (load_tokenizer(resolve_model(model)) if model else fake_tokenizer())
-        template = ChatTemplate(tokenizer, chat_template)
+        tokenizer = prompting.tokenizer or (load_tokenizer(resolve_model(model)) if model else fake_tokenizer())
+        template = prompting.template(tokenizer)
         fakes = [FakeEngine(str(place), tokenizer) for place in places]
         for fake in fakes:
             fake.max_model_len = settings.get("max_model_len") or fake.max_model_len
         return Serving(EnginePool(fakes), template, fakes[0].max_model_len)
     config = EngineConfig(model=resolve_model(model), devices=places, **settings)
     engines = build_vllm_engines(config)  # before the tokenizer, whose import takes seconds: its checks take none
-    template = ChatTemplate(tokenizer or load_tokenizer(config.model), chat_template)
+    template = prompting.template(prompting.tokenizer or load_tokenizer(config.model))
     return Serving(EnginePool(engines), template, context_limit(config))
 
 
@@ -114,8 +142,7 @@ def serving_of_servers(
     model: str | None,
     base_urls: Sequence[str],
     settings: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    chat_template: str | None = None,
+    prompting: Prompting = _OWN,
 ) -> Serving:
     """The same for vLLM servers, which are asked when the pool starts.
 
@@ -126,7 +153,7 @@ def serving_of_servers(
         ConfigError: the model or a base URL cannot work.
     """
     config = ServerConfig(resolve_model(model), parse_base_urls(base_urls), **settings)
-    template = ChatTemplate(tokenizer or load_tokenizer(config.model), chat_template)
+    template = prompting.template(prompting.tokenizer or load_tokenizer(config.model), of_servers=True)
     return Serving(EnginePool(build_server_engines(config)), template, None)
 
 
@@ -158,21 +185,16 @@ def engine_pool(
     return make_serving(model, devices, settings).pool
 
 
-def serving_on(
-    pool: EnginePool,
-    model: str | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    chat_template: str | None = None,
-) -> Serving:
+def serving_on(pool: EnginePool, model: str | None, prompting: Prompting = _OWN) -> Serving:
     """The same for engines that somebody else has made.
 
     Raises:
         ConfigError: the model has no tokenizer or chat template.
     """
-    engine = pool.engines[0]
+    engine, tokenizer = pool.engines[0], prompting.tokenizer
     if tokenizer is None and isinstance(engine, FakeEngine):
         tokenizer = engine.tokenizer
     if tokenizer is None:
         tokenizer = load_tokenizer(getattr(engine, "model", None) or resolve_model(model))
     context = engine.max_model_len if isinstance(engine, FakeEngine) else None
-    return Serving(pool, ChatTemplate(tokenizer, chat_template), context)
+    return Serving(pool, prompting.template(tokenizer, of_servers=isinstance(engine, ServerEngine)), context)

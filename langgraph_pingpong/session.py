@@ -23,6 +23,7 @@ from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_co
 from langgraph_pingpong.failover import Decode, MovingAnswer
 from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.pool import EnginePool, Lease
+from langgraph_pingpong.speculation import Speculation
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.trace import Trace
 
@@ -44,6 +45,7 @@ class Call:
     `plan` gives the calls expected next; with `defer` their prefill waits for this call's first token. `read` takes
     the answer apart: only its content is passed on to them. `trace` gets the call's events and those of the edges it
     opens. `decode` makes text of ids as the engine does; without it an answer that has begun cannot go on elsewhere.
+    With `same_device` the next prompts are prefilled where this call is answered, and the whole run stays there.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class Call:
     read: Reader = all_content
     trace: Trace = field(default_factory=Trace)
     decode: Decode | None = None
+    same_device: bool = False
 
     @property
     def node(self) -> str:
@@ -67,7 +70,8 @@ class Certificate:
 
     All counts are tokens of it: `static` and `streamed` were prefilled by the edge before and while the upstream
     spoke, and are part of the real prompt; `wasted` were prefilled and are not. `cached` is what the engine found
-    in its prefix cache when the call came, None where a server does not tell. `ttft_ms` counts from the moment the
+    in its prefix cache when the call came, None where a server does not tell. `ready` counts tokens of the answer that
+    were there when the call came. `ttft_ms` counts from the moment the
     upstream finished (for a first node from its own start) to the first token, `total_ms` from there to the last.
     `ids_equal` compares the ids the engine answered with the fully rendered prompt. `source` tells who foresaw it.
     `fallback` tells what went wrong with the edge, and which engines failed on the way to `device`.
@@ -85,6 +89,7 @@ class Certificate:
     streamed: int
     wasted: int
     appends: int
+    ready: int
     ttft_ms: float
     total_ms: float
     fallback: str | None
@@ -170,12 +175,12 @@ class Session:
         Raises:
             EngineError: the engine that answers failed.
         """
-        ids = call.request.prompt_token_ids
         since = self._last_finish or time.monotonic()
         self.is_open = True
         self.pool.health.traces.add(call.trace)
         edge = self._claim(call)
-        prefilled = edge.finalize(ids) if edge else Prefilled()
+        prefilled = edge.finalize(call.request) if edge else Prefilled()
+        begun = edge.take_answer(call.request) if edge else None
         lease, prefilled = self._lease(call, edge, prefilled)
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
@@ -183,7 +188,7 @@ class Session:
         try:
             if edge:
                 await edge.stopped()
-            async with aclosing(self._generate(call, lease, prefilled, since)) as deltas:
+            async with aclosing(self._generate(call, lease, prefilled, since, begun)) as deltas:
                 async for delta, certificate in deltas:
                     said = call.read(delta)
                     if delta.index == 0:  # of several answers to one prompt, LangChain's invoke returns the first
@@ -193,6 +198,8 @@ class Session:
                         self._last_finish = time.monotonic()
                     yield delta, said, certificate
         finally:
+            if begun:
+                begun.stop()
             lease.release()
             await outgoing.close(finished)
 
@@ -204,15 +211,16 @@ class Session:
             edge.lease.release()
             prefilled = _lost(prefilled)
         request = call.request
-        return self.pool.lease(self.start + self._calls, request.prompt_token_ids, request.cache_salt), prefilled
+        turn = self.start + (0 if call.same_device else self._calls)
+        return self.pool.lease(turn, request.prompt_token_ids, request.cache_salt), prefilled
 
     async def _generate(
-        self, call: Call, lease: Lease, prefilled: Prefilled, since: float
+        self, call: Call, lease: Lease, prefilled: Prefilled, since: float, begun: Speculation | None
     ) -> AsyncGenerator[tuple[Delta, Certificate | None]]:
         """The engine's deltas, measured and checked."""
         ids, emit = call.request.prompt_token_ids, partial(self.emit, call.trace, node=call.node)
         emit("generate.started", device=lease.engine.device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
-        moving = MovingAnswer(self.pool, lease, call.request, call.decode, partial(emit, "failover"))
+        moving = MovingAnswer(self.pool, lease, call.request, call.decode, partial(emit, "failover"), begun)
         seen: tuple[int, ...] | None = None
         cached: int | None = None
         said, ttft_ms, unfinished = 0, 0.0, call.request.sampling.get("n", 1)
@@ -296,13 +304,13 @@ class Session:
         if earlier is not None and not earlier.lease.up:
             self.drop(earlier, "its device failed")
             earlier = None
-        salt = upstream.request.cache_salt
-        place = earlier.lease if earlier else self.pool.lease_ahead(lease, ahead, upcoming.prompt.ids, salt)
+        place = earlier.lease if earlier else self._place(upcoming, upstream, lease, ahead)
         if place is None:
             self.emit(upstream.trace, "edge.quiet", upcoming.key.node, lease.engine.device, source=upcoming.source)
             return
         assert upstream.key is not None, "only calls of a graph have edges"
-        edge = StreamingEdge(upcoming, upstream.key, place, partial(self.emit, upstream.trace), salt)
+        salt, emit = upstream.request.cache_salt, partial(self.emit, upstream.trace)
+        edge = StreamingEdge(upcoming, upstream.key, place, emit, salt)
         self._edges[upcoming.key] = edge
         for key, said in self._said.items():
             edge.feed(key, "".join(said))
@@ -310,6 +318,12 @@ class Session:
                 edge.finish(key)
         if earlier is not None:
             edge.take_over(earlier)
+
+    def _place(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> Lease | None:
+        """Where an edge prefills: on another device than its upstream's, unless it shall be the same."""
+        if upstream.same_device:
+            return self.pool.lease_beside(lease)
+        return self.pool.lease_ahead(lease, ahead, upcoming.prompt.ids, upstream.request.cache_salt)
 
     def drop(self, edge: StreamingEdge, reason: str) -> None:
         """Forget an edge that no call will claim."""

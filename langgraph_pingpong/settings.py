@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Field, SecretStr, model_validator
 from langgraph_pingpong.calling import ConfigAwareChatModel
 from langgraph_pingpong.calls import OWN, SAMPLING
 from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unknown
-from langgraph_pingpong.errors import SettingOfServers
+from langgraph_pingpong.errors import NotExact, SettingOfServers
+from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.pool import EnginePool
 
 ENGINE_SETTINGS = (
@@ -20,6 +21,7 @@ ENGINE_SETTINGS = (
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "enforce_eager",
+    "exact",
     "engine_args",
 )
 
@@ -30,7 +32,8 @@ CLIENT_SETTINGS = ("timeout", "max_retries", "http_client")
 class Settings(ConfigAwareChatModel):
     """What a user can set on the model. Settings of engines carry vLLM's names."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    # An input of the wrong type is not quoted: it may be a key.
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, hide_input_in_errors=True)
 
     model: str | None = None
     """A folder or Hugging Face id; None is the small default model, made ready on first use."""
@@ -67,19 +70,49 @@ class Settings(ConfigAwareChatModel):
     None is its own default with one server, and 0 with several, where the request goes to another one. Engines in this
     process have no requests that get lost: nothing is sent again.
     """
-    api_key: SecretStr | None = None
-    """The key that servers ask for. Engines in this process ask for none."""
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    """The key that servers ask for. Engines in this process ask for none.
+
+    It stays in this process: dumps, pickles and checkpoints of the model are without it.
+    """
     http_client: Callable[[], Any] | None = Field(default=None, exclude=True)
     """Makes the HTTP client for each server, for TLS and proxies: `lambda: openai.DefaultAsyncHttpxClient(verify=...)`.
 
     A function, because a client belongs to one event loop: the engines', which is not the caller's.
     """
-    overlap: Literal["on", "off"] = "on"
-    """'off' is the same program without prefills: the baseline."""
+    overlap: Literal["on", "off", "same-device"] = "on"
+    """'off' is the same program without prefills: the baseline.
+
+    'same-device' also prefills on the device that answers, which otherwise happens elsewhere or not at all: pieces of a
+    prompt ride on its decode steps. Engines get the CUDA graphs for that when they are made.
+    """
+    exact: Exact = "ids"
+    """What is equal to a run with `overlap="off"` (and the same `exact`), whatever was cached or runs beside it.
+
+    "ids": the token ids of every prompt. Texts may part where two tokens are about as likely, as in any batch of
+    vLLM's, which rounds differently in another one.
+
+    "bits": the answers, too, their tokens and log-probabilities, on devices of one kind. With GPUs of compute
+    capability 8.0 or more that is vLLM's batch-invariant mode, whose kernels are slower. Elsewhere each engine computes
+    one request at a time, in steps of 128 tokens: an answer waits for others of its device, and a cached prefix ends at
+    a multiple of 128 and never within an answer. Sampled answers need a `seed`, too. Servers are exact if they are
+    started so: `pingpong serve --exact bits`.
+    """
     defer_downstream: bool = True
     """Prefill the next prompt from the upstream's first token on; False starts with the upstream's prefill."""
+    speculate: bool = True
+    """Begin a node's answer before it is called, where its device is idle and its prompt would be that one.
+
+    It is taken over if the call asks for exactly that answer, and aborted if not. Known from the second run on.
+    """
     chat_template: str | None = None
     """A Jinja template in place of the model's own."""
+    escape_markers: bool | None = None
+    """Whether text in messages that spells a special token, like `<|im_end|>`, stays text: in prompts and on edges.
+
+    None is yes with engines in this process, and with servers what vLLM's own chat API does: such text is the token.
+    True takes a fast tokenizer. It is settled when the engines are made; copies of a model share them.
+    """
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, for example `{"enable_thinking": False}`."""
     tool_parser: str = "hermes"
@@ -113,6 +146,8 @@ class Settings(ConfigAwareChatModel):
             if (base_urls := values.get("base_urls")) is not None:
                 parse_base_urls(base_urls)
                 _refuse_settings_of_servers(values)
+            if values.get("pool") is not None and values.get("exact", "ids") != "ids":
+                raise NotExact("exact='bits' is up to the engines of the pool: make it with engine_pool(exact='bits').")
         return values
 
     @property
@@ -137,6 +172,8 @@ class Settings(ConfigAwareChatModel):
 
 
 def _refuse_settings_of_servers(values: dict[str, Any]) -> None:
+    if values.get("exact") == "bits":
+        raise SettingOfServers("exact='bits' is up to the servers: start them with `pingpong serve --exact bits`.")
     for name in ("devices", "pool", *ENGINE_SETTINGS):
-        if values.get(name) not in (None, {}):
+        if name != "exact" and values.get(name) not in (None, {}):
             raise SettingOfServers(f"{name}= and base_urls= cannot go together.")

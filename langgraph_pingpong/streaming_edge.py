@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from langgraph_pingpong.engines.base import Request
+from langgraph_pingpong.engines.base import Appends, Request
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, common_prefix
 from langgraph_pingpong.pool import Lease
+from langgraph_pingpong.speculation import Speculation, Worth
 
 UNCLAIMED_AFTER_S = 30.0
 """How long an edge waits for its downstream call after an upstream has finished, in seconds."""
+
+LARGEST_PIECE = 2048
+"""Tokens of an append at most, also where nothing else runs: an answer that comes meanwhile waits for the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upcoming:
     """A call of the model that is expected next, and its growing prompt.
 
-    `step` is the superstep it is expected in, if that is known; `source` tells who foresaw it.
+    `step` is the superstep it is expected in, if that is known; `source` tells who foresaw it. `sampling` is that of
+    the same call before, without a limit that only fills the context; None if its answer is not to be begun ahead.
     """
 
     key: CallKey
     step: int | None
     source: str
     prompt: GrowingPrompt
+    sampling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Prefilled:
     streamed: int = 0
     wasted: int = 0
     appends: int = 0
+    ready: int = 0
     fallback: str | None = None
 
 
@@ -49,7 +56,8 @@ Emit = Callable[..., float]
 class StreamingEdge:
     """Prefills one downstream prompt on a reserved device.
 
-    Appends are growing prefixes of whole cache blocks, one at a time: what became final meanwhile goes out together.
+    Appends are whole cache blocks, one at a time: what became final meanwhile goes out together. Where the device has
+    nothing else to do, the answer itself is begun, as if the upstreams had said all they have to say.
     """
 
     def __init__(
@@ -63,20 +71,28 @@ class StreamingEdge:
         self._emit_event = emit
         self._cache_salt = cache_salt
         self._grown = asyncio.Event()
+        self._open: Appends | None = lease.engine.open_appends(cache_salt)
         self._sent = 0  # tokens in the longest append that was started
         self._done = 0  # tokens in the longest append that is complete
         self._misled = 0  # tokens that an earlier edge to the same call prefilled for another prompt
         self._appends = 0
         self._failure: str | None = None
         self._unclaimed: asyncio.TimerHandle | None = None
+        self._finished: set[Hashable] = set()
+        self._speculation: Speculation | None = None
+        self._worth = Worth()
         self._task = asyncio.create_task(self._append_as_it_grows())
+
+    # -- the prompt grows ----------------------------------------------------------------------------------
 
     def feed(self, call: Hashable, text: str) -> None:
         """Take more of the answer of an upstream."""
-        self._grow(lambda: self.upcoming.prompt.feed(call, text))
+        if text:
+            self._grow(lambda: self.upcoming.prompt.feed(call, text))
 
     def finish(self, call: Hashable) -> None:
         """The answer of an upstream is complete."""
+        self._finished.add(call)
         self._grow(lambda: self.upcoming.prompt.finish(call))
 
     def _grow(self, step: Callable[[], None]) -> None:
@@ -84,40 +100,94 @@ class StreamingEdge:
             return
         try:
             step()
-            if self._whole_blocks() > self._sent:
-                self._grown.set()
+            self._grown.set()
         except Exception as error:  # noqa: BLE001 - a prefill is a hint: the upstream must not notice its errors
             self._fail(error)
             self._task.cancel()
 
-    def _whole_blocks(self) -> int:
-        """Tokens of the prompt so far, without the last block if it is not full: only full blocks are reused."""
-        block = self.lease.engine.block_size
-        return len(self.upcoming.prompt.ids) // block * block
+    def _fail(self, error: Exception) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+        self._emit("append.failed", tokens=self._sent, error=self._failure)
 
     async def _append_as_it_grows(self) -> None:
         try:
             while True:
-                if (tokens := self._whole_blocks()) > self._sent:
+                self._grown.clear()
+                if not await self._begin_answer() and (tokens := self._next_append()) > self._sent:
                     await self._append(tokens)
                 else:
-                    self._grown.clear()
                     await self._grown.wait()
         except Exception as error:  # noqa: BLE001 - a prefill is a hint: the node runs without it
             self._fail(error)
 
+    # -- appends -------------------------------------------------------------------------------------------
+
+    def _next_append(self) -> int:
+        """Up to which token the next append goes: in whole blocks, since only those are reused, and not too many."""
+        engine = self.lease.engine
+        piece = engine.piece_tokens if engine.num_unfinished else LARGEST_PIECE
+        end = min(len(self.upcoming.prompt.ids), self._sent + max(piece, engine.block_size))
+        return end // engine.block_size * engine.block_size
+
     async def _append(self, tokens: int) -> None:
         started = self._emit("append.started", tokens=tokens)
         self._sent = tokens
-        request = Request(tuple(self.upcoming.prompt.ids[:tokens]), cache_salt=self._cache_salt)
-        cached = await self.lease.prefill(request)
+        cached = await self._compute(tokens)
         self._done = tokens
         self._appends += 1
         self._emit("append.complete", tokens=tokens, cached=cached, ms=(time.monotonic() - started) * 1000)
 
-    def _fail(self, error: Exception) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
-        self._emit("append.failed", tokens=self._sent, error=self._failure)
+    async def _compute(self, tokens: int) -> int | None:
+        """As a delta while the engine keeps the prompt open, else as a request with the whole prefix."""
+        ids = self.upcoming.prompt.ids
+        if self._open is not None:
+            found = await self.lease.append(self._open, ids[:tokens], self._cache_salt)
+            if found is not None:
+                return found
+            self._open = None
+        return await self.lease.prefill(Request(tuple(ids[:tokens]), cache_salt=self._cache_salt))
+
+    # -- the answer, begun ahead ---------------------------------------------------------------------------
+
+    async def _begin_answer(self) -> bool:
+        """Begin the answer if that is of use now; whether one to the prompt as it stands is under way.
+
+        While upstreams speak, whole blocks go first: they stay in the cache, and an answer that is outdated does not.
+        """
+        ended, sampling, engine = self.upstreams <= self._finished, self.upcoming.sampling, self.lease.engine
+        ids = self.upcoming.prompt.if_ended() if sampling is not None and (ended or self._worth) else None
+        if self._speculation is not None:
+            if self._speculation.request.prompt_token_ids == ids:
+                return True
+            await self._outdate(self._speculation)
+        if ids is None or sampling is None or len(ids) >= engine.max_model_len or engine.num_unfinished:
+            return False
+        if not ended and self._next_append() > self._sent:
+            return False
+        full = {"max_tokens": engine.max_model_len - len(ids), **sampling}
+        self._speculation = Speculation(self.lease.generate, Request(ids, full, cache_salt=self._cache_salt))
+        self._emit("speculation.started", prompt_tokens=len(ids), ended=ended)
+        return True
+
+    async def _outdate(self, speculation: Speculation) -> None:
+        """The prompt grew: the answer to what it was is of no use."""
+        self._speculation = None
+        self._worth.outdated(speculation)
+        speculation.stop()
+        await speculation.stopped()
+
+    def take_answer(self, request: Request) -> Speculation | None:
+        """The answer to this very request, if it was begun; it passes to the caller. Another one is aborted."""
+        begun = self._speculation
+        if begun is None:
+            return None
+        if begun.fits(request):
+            self._speculation = None
+            return begun
+        begun.stop()
+        return None
+
+    # -- the end -------------------------------------------------------------------------------------------
 
     def take_over(self, earlier: StreamingEdge) -> None:
         """Go on from an edge to the same call that knew less of its prompt; its lease passes to this one."""
@@ -132,15 +202,19 @@ class StreamingEdge:
         self._cancel_timer()
         self._unclaimed = asyncio.get_running_loop().call_later(UNCLAIMED_AFTER_S, drop, self, "unclaimed")
 
-    def finalize(self, ids: Sequence[int]) -> Prefilled:
+    def finalize(self, request: Request) -> Prefilled:
         """Stop appending and compare with the real prompt. The lease passes to the caller."""
-        self.stop()
+        self._stop_appending()
+        ids = request.prompt_token_ids
         right = common_prefix(self.upcoming.prompt.ids[: self._done], ids)
-        static = min(right, self.upcoming.prompt.static_tokens)
         wasted = self._done - right + self._misled
-        self._emit("finalize", static=static, streamed=right - static, wasted=wasted)
+        begun = self._speculation
+        ready = begun.ready if begun and begun.fits(request) else 0
+        right = len(ids) if ready else right
+        static = min(right, self.upcoming.prompt.static_tokens)
+        self._emit("finalize", static=static, streamed=right - static, wasted=wasted, ready=ready)
         return Prefilled(
-            self._upstream, self.upcoming.source, static, right - static, wasted, self._appends, self._failure
+            self._upstream, self.upcoming.source, static, right - static, wasted, self._appends, ready, self._failure
         )
 
     def drop(self, reason: str) -> None:
@@ -151,12 +225,23 @@ class StreamingEdge:
 
     def stop(self) -> None:
         """Stop appending, aborting what is under way."""
+        self._stop_appending()
+        if self._open is not None:
+            self._open.let_go()
+        if self._speculation is not None:
+            self._speculation.stop()
+
+    def _stop_appending(self) -> None:
         self._task.cancel()
         self._cancel_timer()
 
     async def stopped(self) -> None:
         """Wait until the abort has gone out."""
         await asyncio.wait([self._task])
+        if self._open is not None:
+            await self._open.close()
+        if self._speculation is not None:
+            await self._speculation.stopped()
 
     def _cancel_timer(self) -> None:
         if self._unclaimed is not None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from jinja2.exceptions import TemplateError
@@ -81,7 +82,22 @@ class ChatTemplate:
             return self
         other = copy.copy(self)
         other._template = chat_template
+        other.__dict__.pop("_opening", None)
         return other
+
+    def opens_answer(self, text: str) -> bool:
+        """Whether rendered text has in it what a prompt ends with, so that the next answer can begin."""
+        return bool(self._opening) and self._opening in text
+
+    @cached_property
+    def _opening(self) -> str:
+        """What a prompt ends with: what the template adds for the answer, or what closes the user's turn."""
+        text = "A question."
+        turn = [{"role": "user", "content": text}]
+        with contextlib.suppress(TemplateRefused):
+            rendered = self.render(turn)
+            return rendered.removeprefix(self.render(turn, add_generation_prompt=False)) or rendered.rpartition(text)[2]
+        return ""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any

@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, agent_node
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer, pseudo_words
+from langgraph_pingpong.streaming_edge import StreamingEdge
 from langgraph_pingpong.trace import Event
 
 pytest_plugins = ("tests.engines_fixture",)
@@ -181,8 +182,8 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for pool in _alive(pools):
         if not pool.closed and all(isinstance(engine, FakeEngine) for engine in pool.engines):
-            wait_until(lambda pool=pool: not _tasks(pool), QUIET_WITHIN_S, f"quiet on {pool}")
-            assert set(pool._placement.leases) == {0}, f"leases are held: {pool}"
+            wait_until(lambda pool=pool: not tasks_on(pool), QUIET_WITHIN_S, f"quiet on {pool}")
+            assert leases_on(pool) == 0, f"leases are held: {pool}"
             pool.close()
     assert [engine for engine in _alive(engines) if engine.num_unfinished] == []
 
@@ -203,7 +204,19 @@ def _remember(monkeypatch: pytest.MonkeyPatch, kind: type) -> list[weakref.ref[A
     return made
 
 
-def _tasks(pool: EnginePool) -> list[Any]:
+def leases_on(pool: EnginePool) -> int:
+    """How many places are reserved, on all engines together."""
+    return sum(pool._placement.leases)
+
+
+def edges_on(pool: EnginePool) -> list[StreamingEdge]:
+    """The edges of all runs that wait for their downstream call."""
+    return [edge for run in pool.runs.values() for edge in run._edges.values()]
+
+
+def tasks_on(pool: EnginePool) -> list[Any]:
+    """What still runs on the pool's loop."""
+
     async def others() -> list[Any]:
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 

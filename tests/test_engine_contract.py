@@ -33,6 +33,8 @@ class Subject:
     template: ChatTemplate
     spare: Engine
     samples: bool
+    grows: bool
+    """Whether prompts can grow there; an API of servers has no such thing."""
 
     @property
     def engine(self) -> Engine:
@@ -57,15 +59,16 @@ class Subject:
     ]
 )
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    spare: Engine
     if request.param == "fake":
         tokenizer = fake_tokenizer()
         with EnginePool([FakeEngine(tokenizer=tokenizer)]) as pool:
-            yield Subject(pool, ChatTemplate(tokenizer), FakeEngine(tokenizer=tokenizer), samples=False)
+            spare = FakeEngine(tokenizer=tokenizer)
+            yield Subject(pool, ChatTemplate(tokenizer), spare, samples=False, grows=True)
         return
     model: ChatPingPong = request.getfixturevalue("real_model" if request.param == "vllm" else "server_model")
     serving = model._serving()
     engine = serving.pool.engines[0]
-    spare: Engine
     if isinstance(engine, ServerEngine):
         spare = ServerEngine(engine._config, engine._address)
         serving.pool.loop.run(spare.start())
@@ -73,7 +76,8 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         assert isinstance(engine, VllmEngine)
         spare = VllmEngine(engine._config, engine._device)  # a second one on these cores takes a minute: not started
     model.reset_prefix_cache()
-    yield Subject(serving.pool, serving.template, spare, samples=True)
+    grows = isinstance(engine, VllmEngine)
+    yield Subject(serving.pool, serving.template, spare, samples=True, grows=grows)
     serving.pool.loop.run(spare.stop())
     assert [each.num_unfinished for each in serving.pool.engines] == [0, 0]
 
@@ -184,6 +188,91 @@ def test_a_prefill_is_found_in_whole_blocks(subject: Subject) -> None:
     assert ids(cold) == ids(warm)
 
 
+def test_a_prompt_that_grows_is_found_by_its_answer(subject: Subject) -> None:
+    asked, block = subject.request(LONG), subject.engine.block_size
+    prompt = asked.prompt_token_ids
+    cold = subject.answer(LONG)
+    subject.run(subject.engine.reset_prefix_cache())
+
+    async def grow() -> list[int | None]:
+        if (appends := subject.engine.open_appends()) is None:
+            return [await subject.engine.prefill(Request(prompt[: count * block])) for count in (2, 3, 4)]
+        found = []
+        for count in (2, 3, 4):
+            found.append(await appends.append(prompt[appends.tokens : count * block]))
+            assert appends.tokens == count * block
+        assert subject.engine.num_unfinished == 0
+        await appends.close()
+        await appends.close()
+        assert await appends.append(prompt[4 * block : 5 * block]) is None
+        return found
+
+    found = subject.run(grow())
+    assert found[0] == 0
+    assert found[1:] in ([2 * block, 3 * block], [block, 2 * block])  # vLLM finds a whole prompt but for its last token
+    warm = subject.answer(LONG)
+    assert cached(warm) == [4 * block]
+    assert ids(warm) == ids(cold)
+
+
+def test_prompts_that_grow_side_by_side_do_not_mix(subject: Subject) -> None:
+    texts = [f"{number} {LONG}" for number in range(3)]
+    prompts = [subject.request(text).prompt_token_ids for text in texts]
+    cold, block = [ids(subject.answer(text)) for text in texts], subject.engine.block_size
+    subject.run(subject.engine.reset_prefix_cache())
+
+    async def grow() -> None:
+        opened = [subject.engine.open_appends(), subject.engine.open_appends(), subject.engine.open_appends()]
+        for count in (1, 2, 4):
+            for appends, prompt in zip(opened, prompts, strict=True):
+                if appends is not None:
+                    assert await appends.append(prompt[appends.tokens : count * block]) is not None
+        for appends in opened:
+            if appends is not None:
+                await appends.close()
+
+    subject.run(grow())
+    warm = [subject.answer(text) for text in texts]
+    assert [ids(said) for said in warm] == cold
+    if subject.grows:
+        assert [cached(said) for said in warm] == [[4 * block]] * 3
+
+
+def test_a_prompt_that_grows_is_closed_by_a_cancelled_append(subject: Subject) -> None:
+    prompt, block = subject.request(LONG * 4).prompt_token_ids, subject.engine.block_size
+
+    async def cancel() -> int | None:
+        if (appends := subject.engine.open_appends()) is None:
+            return None
+        await appends.append(prompt[: 2 * block])
+        task = asyncio.create_task(appends.append(prompt[2 * block : 30 * block]))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await appends.close()
+        assert task.cancelled()
+        return await appends.append(prompt[2 * block : 3 * block])
+
+    assert subject.run(cancel()) is None
+    assert subject.engine.num_unfinished == 0
+    assert text(subject.answer())
+
+
+def test_a_prompt_that_grows_too_long_is_refused(subject: Subject) -> None:
+    async def grow() -> None:
+        appends = subject.engine.open_appends()
+        if appends is None:
+            raise CallRefused("it cannot grow at all")
+        try:
+            await appends.append([7] * (subject.engine.max_model_len + 1))
+        finally:
+            await appends.close()
+
+    with pytest.raises(CallRefused):
+        subject.run(grow())
+    assert subject.engine.num_unfinished == 0
+
+
 def test_prompts_with_another_salt_share_no_cache(subject: Subject) -> None:
     asked = subject.request(LONG)
     salted, other = replace(asked, cache_salt="one"), replace(asked, cache_salt="two")
@@ -269,3 +358,6 @@ def test_stopping_twice_is_safe_and_ends_the_service(subject: Subject) -> None:
         subject.run(deltas(subject.spare, subject.request()))
     with pytest.raises(EngineDead):
         subject.run(subject.spare.prefill(subject.request()))
+    if subject.grows:
+        with pytest.raises(EngineDead):
+            subject.spare.open_appends()

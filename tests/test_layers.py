@@ -18,14 +18,15 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 
 LAYERS = """
 errors
-trace segments engines.base
-growing config default_model loop engines.main_guard
+trace segments engines.base exact same_device
+growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
 tokens placement
 health growing_prompt
 pool
 failover
 streaming_edge edges
-engines.fake_engine engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
+engines.fake_engine engines.vllm_appends
+engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 calls calling answers
 settings
@@ -38,7 +39,7 @@ HOSTS = {
     "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
     "langchain": (),
-    "vllm": ("engines.vllm_engine", "engines.vllm_parsers"),
+    "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers", "engines.prompt_scheduler"),
     "openai": ("engines.server_engine", "engines.server_processes"),
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine"),

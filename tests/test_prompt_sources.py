@@ -561,6 +561,7 @@ class TestDryRun:
         self, model: ChatPingPong, asynchronous: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """They go past the public methods, where a rehearsal is answered; its guard stops them before that."""
+        model = model.model_copy(update={"speculate": False})
 
         def prompt(state: State) -> Any:
             return [("system", "You write."), ("human", state["plan"])]

@@ -50,7 +50,8 @@ def test_downstream_prompts_were_prefilled(runs: dict[str, Any]) -> None:
     for certificate in downstream:
         assert certificate["fallback"] is None
         assert certificate["cached"] > 200  # also where the call came before the append was acknowledged
-        assert certificate["cached"] >= certificate["static"] + certificate["streamed"] - 31
+        if not certificate["ready"]:
+            assert certificate["cached"] >= certificate["static"] + certificate["streamed"] - 31
         assert certificate["wasted"] == 0
     assert sum(certificate["static"] for certificate in downstream) > 200
     assert {certificate["cached"] for certificate in runs["off"]["certificates"]} == {0}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,39 @@ def machine(*more: str) -> str:
 def versions() -> dict[str, str]:
     """Those of the installed packages that matter."""
     return {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+
+
+def circumstances(module: str, devices: Sequence[str], **settings: Any) -> dict[str, Any]:
+    """The command of a benchmark, when and where it ran, on what, and with which settings."""
+    return {
+        "command": shlex.join(["python", "-m", f"langgraph_pingpong.bench.{module}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(*_gpus(devices)),
+        "devices": list(devices),
+        **settings,
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+
+
+def told(setup: dict[str, Any]) -> str:
+    """Circumstances of a run on engines, as text."""
+    versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    engines = f"{setup['model']} in {setup['dtype']}, engine arguments {setup['engine_args']}"
+    seed = f"seed {setup['seed']}; " if "seed" in setup else ""
+    return (
+        f"`{setup['command']}`\n\n{setup['date']}; {setup['machine']}; devices {', '.join(setup['devices'])}; "
+        f"{engines}; {seed}Python {setup['python']}; {versions}."
+    )
+
+
+def _gpus(devices: Sequence[str]) -> list[str]:
+    """The names of the GPUs, as their driver tells them."""
+    if not devices[0].startswith("cuda"):
+        return []
+    import torch
+
+    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
 
 
 def _processor() -> str:

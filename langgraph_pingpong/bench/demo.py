@@ -10,12 +10,8 @@ end is the whole graph. No run is left out.
 from __future__ import annotations
 
 import json
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -23,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from langgraph_pingpong.bench.common import MODES, alternate, machine, table, versions, write_lines
+from langgraph_pingpong.bench.common import MODES, alternate, circumstances, table, told, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 
@@ -41,7 +37,8 @@ def main(  # noqa: PLR0913 - a parameter an option
 ) -> None:
     """Run the demo graph with edges off and on, alternating, and write down every run."""
     names = devices.split(",") if devices else list(default_devices())
-    setup = _setup(names, dtype, seed, model or "SmolLM2-135M-Instruct", engine_args)
+    settings = {"dtype": dtype, "seed": seed, "model": model or "SmolLM2-135M-Instruct", "engine_args": engine_args}
+    setup = circumstances("demo", names, **settings)
     output.parent.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = [{"setup": setup}]
     engines = {"devices": names, "dtype": dtype, "model": model or None, "engine_args": json.loads(engine_args)}
@@ -68,37 +65,13 @@ def _run(model: ChatPingPong, mode: str, max_tokens: int, brief_tokens: int) -> 
     return {"e2e_ms": e2e_ms, "agents": agents, "state": dict(state)}
 
 
-def _setup(devices: Sequence[str], dtype: str, seed: int, model: str, engine_args: str) -> dict[str, Any]:
-    return {
-        "command": shlex.join(["python", "-m", "langgraph_pingpong.bench.demo", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(*_gpus(devices)),
-        "devices": list(devices),
-        "dtype": dtype,
-        "seed": seed,
-        "model": model,
-        "engine_args": engine_args,
-        "python": platform.python_version(),
-        "versions": versions(),
-    }
-
-
-def _gpus(devices: Sequence[str]) -> list[str]:
-    """The names of the GPUs, as their driver tells them."""
-    if not devices[0].startswith("cuda"):
-        return []
-    import torch
-
-    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
-
-
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, from the lines of the JSON file."""
     setup, runs = lines[0]["setup"], lines[1:]
     by_mode = {mode: [run for run in runs if run["overlap"] == mode] for mode in MODES}
     parts = [
         "# The demo graph, edges off and on",
-        _setup_lines(setup),
+        told(setup),
         "## End to end, ms",
         table(
             ["edges", "min", "mean", "max", "every run"], [_row(m, [r["e2e_ms"] for r in by_mode[m]]) for m in MODES]
@@ -109,15 +82,6 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         _checks(by_mode),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _setup_lines(setup: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
-    engines = f"{setup['model']} in {setup['dtype']}, engine arguments {setup['engine_args']}"
-    return (
-        f"`{setup['command']}`\n\n{setup['date']}; {setup['machine']}; devices {', '.join(setup['devices'])}; "
-        f"{engines}; seed {setup['seed']}; Python {setup['python']}; {versions}."
-    )
 
 
 def _ttft_rows(by_mode: dict[str, list[dict[str, Any]]]) -> list[list[str]]:

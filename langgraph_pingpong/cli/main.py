@@ -22,6 +22,7 @@ from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_tab
 from langgraph_pingpong.cli.screen import Screen
 from langgraph_pingpong.cli.serve import serve
 from langgraph_pingpong.errors import ConfigError, SettingOfServers
+from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.trace import JsonLines
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
-Overlap = Literal["on", "off"]
+Overlap = Literal["on", "off", "same-device"]
 
 _MODEL = "Model and engines"
 
@@ -48,7 +49,8 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of build(); may be repeated.")
 ]
 OverlapSwitch = Annotated[
-    Overlap | None, typer.Option(help="off: the same program without prefills.", show_default="on")
+    Overlap | None,
+    typer.Option(help="off: the same program without prefills; same-device: also beside decodes.", show_default="on"),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Run with overlap off, then on, and compare.")]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write every event to this file, as JSON lines.")]
@@ -72,6 +74,12 @@ Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", 
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens.", rich_help_panel=_MODEL)]
 GpuMemory = Annotated[
     float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.", rich_help_panel=_MODEL)
+]
+ExactSwitch = Annotated[
+    Exact | None,
+    typer.Option(
+        help="bits: answers equal to those with overlap off; slower.", show_default="ids", rich_help_panel=_MODEL
+    ),
 ]
 Defer = Annotated[
     bool,
@@ -115,12 +123,19 @@ def run(  # noqa: PLR0913 - a parameter for each option
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
     gpu_memory_utilization: GpuMemory = None,
+    exact: ExactSwitch = None,
 ) -> None:
     """Run a graph, show what its agents say, and what each turn took.
 
     With --compare the exit code is 1 if any prompt differs between the runs.
     """
-    engines = {"dtype": dtype, "max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
+    engines = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        **({"exact": exact} if exact else {}),
+        **({"same_device": True} if overlap == "same-device" else {}),
+    }
     calls = {"temperature": temperature, "seed": seed, "defer_downstream": defer}
     modes: list[Overlap] = ["off", "on"] if compare else [overlap or "on"]
     console = Console()
@@ -144,8 +159,10 @@ def _serve(model: str | None, devices: str | None, base_urls: str | None, engine
 
     if base_urls is None:
         return make_serving(model, devices.split(",") if devices else None, engines)
+    if engines.get("exact") == "bits":
+        raise SettingOfServers("--exact bits is up to the servers: start them with `pingpong serve --exact bits`.")
     for name, value in {"devices": devices, **engines}.items():
-        if value is not None:
+        if value is not None and name not in ("exact", "same_device"):
             raise SettingOfServers(f"--{name.replace('_', '-')} and --base-urls cannot go together.")
     return serving_of_servers(model, base_urls.split(","), {"api_key": os.environ.get("VLLM_API_KEY")})
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.errors import ConfigError
+from langgraph_pingpong.exact import Exact
 
 if TYPE_CHECKING:
     from langgraph_pingpong.engines.server_processes import LocalServers
@@ -40,6 +41,12 @@ def serve(  # noqa: PLR0913 - a parameter for each option
         float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.")
     ] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs of one server, from its device on.")] = None,
+    exact: Annotated[
+        Exact, typer.Option(help="bits: an answer does not depend on what was cached or runs beside it; slower.")
+    ] = "ids",
+    same_device: Annotated[
+        bool, typer.Option("--same-device", help='For overlap="same-device": prefills ride on decode steps.')
+    ] = False,
     engine_args: Annotated[
         str | None, typer.Option(metavar="JSON", help="Other arguments of vLLM's engine, under vLLM's names.")
     ] = None,
@@ -54,6 +61,8 @@ def serve(  # noqa: PLR0913 - a parameter for each option
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
         "tensor_parallel_size": tensor_parallel_size,
+        "exact": exact,
+        "same_device": same_device,
         "engine_args": _read_engine_args(engine_args),
     }
     console = Console()

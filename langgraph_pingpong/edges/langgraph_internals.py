@@ -149,8 +149,14 @@ def state_of(task: RunningTask) -> Mapping[str, Any]:
 
 
 def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
-    """Call back when the run of the task's own graph is over: LangGraph lets go of its loop then."""
-    weakref.finalize(task.loop, callback).atexit = False
+    """Call back when the run of the task's own graph is over: LangGraph leaves its loop then, or lets go of it.
+
+    An error that somebody keeps, or that waits for the garbage collector, keeps the loop long after the run.
+    """
+    ended = weakref.finalize(task.loop, callback)  # calls back once, whatever comes first
+    ended.atexit = False
+    if stack := getattr(task.loop, "stack", None):
+        stack.callback(ended)
 
 
 def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
+
+PREFILL_PRIORITY = 1
+"""vLLM serves lower numbers first; answers have 0."""
 
 
 def new_request_id() -> str:
@@ -86,6 +89,35 @@ def all_content(delta: Delta) -> Said:
     return Said(delta.text)
 
 
+class Appends(Protocol):
+    """A prompt that grows on an engine, piece by piece: a piece costs the same at any length.
+
+    What was computed stays referenced in the KV cache until this is closed, and cached after that. The engine closes
+    it by itself when it was idle for long, or when answers need the room.
+    """
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the prompt are computed."""
+
+    async def append(self, ids: Sequence[int]) -> int | None:
+        """Compute more of the prompt: whole cache blocks, one piece at a time.
+
+        Returns how many tokens before or in the piece were there already, or None if the piece was not computed
+        because the engine had closed this. Cancelling closes it.
+
+        Raises:
+            CallRefused: the prompt leaves no room for an answer.
+            EngineDead: the engine's process ended, or the engine is not running.
+        """
+
+    def let_go(self) -> None:
+        """Close it soon, from a place that cannot wait. Safe to call twice."""
+
+    async def close(self) -> None:
+        """Let go of the KV cache, and wait until that went out. Safe to call twice."""
+
+
 class Engine(Protocol):
     """Serves one copy of the model on one device.
 
@@ -109,8 +141,12 @@ class Engine(Protocol):
         """How many tokens the prefix cache can hold, None where that is unknown. Valid from the first start on."""
 
     @property
+    def piece_tokens(self) -> int:
+        """How many tokens of a prefill a decode step can carry along, not much slowed. Valid once started."""
+
+    @property
     def num_unfinished(self) -> int:
-        """Requests that were sent and are neither finished nor aborted."""
+        """Requests that were sent and are neither finished nor aborted; appends count while a piece is computed."""
 
     async def start(self) -> None:
         """Bring the engine up; returns when it can serve.
@@ -145,7 +181,15 @@ class Engine(Protocol):
     async def prefill(self, request: Request) -> int | None:
         """Compute the KV cache of a prompt so that later prompts find it; returns the tokens found cached, if known.
 
-        Cancelling aborts the request; whole blocks that were computed stay in the prefix cache.
+        It comes after the answers where the engine schedules by priority. Cancelling aborts the request; whole blocks
+        that were computed stay in the prefix cache.
+        """
+
+    def open_appends(self, cache_salt: str | None = None) -> Appends | None:
+        """Begin a prompt that grows; None where that is not sound or too many are open: `prefill` does as well.
+
+        Raises:
+            EngineDead: the engine is not running.
         """
 
     async def reset_prefix_cache(self) -> None:

@@ -70,6 +70,43 @@ def pseudo_words(prompt: str) -> str:
     return " ".join(_WORDS[byte % len(_WORDS)] for byte in (digest * 2)[:40])
 
 
+class FakeAppends:
+    """A prompt that grows on a modelled engine, which notes each piece as a prefill of all there is."""
+
+    def __init__(self, engine: FakeEngine, cache_salt: str | None) -> None:
+        self._engine = engine
+        self._cache_salt = cache_salt
+        self._ids: tuple[int, ...] = ()
+        engine.appends.append(self)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the prompt are computed."""
+        return len(self._ids)
+
+    async def append(self, ids: Sequence[int]) -> int | None:
+        """Compute more of the prompt."""
+        if self not in self._engine.appends:
+            return None
+        whole = (*self._ids, *ids)
+        try:
+            found = await self._engine.prefill(Request(whole, cache_salt=self._cache_salt))
+        except BaseException:
+            self.let_go()
+            raise
+        self._ids = whole
+        return found
+
+    def let_go(self) -> None:
+        """Close it."""
+        if self in self._engine.appends:
+            self._engine.appends.remove(self)
+
+    async def close(self) -> None:
+        """Close it."""
+        self.let_go()
+
+
 @dataclass
 class FakeEngine:
     """A modelled engine. Speeds are tokens per second; `fail_prefill` and `fail_generate` are raised when set.
@@ -93,12 +130,17 @@ class FakeEngine:
     fail_restart: Exception | None = None
     prefill_gate: asyncio.Event | None = None
     """While set and not open, prefills wait."""
+    piece_tokens: int = 256
+    takes_appends: bool = True
+    """Whether prompts may grow; else each append is a prefill of the whole prefix."""
 
     clock_ms: float = 0.0
     requests: list[Request] = field(default_factory=list, repr=False)
     prefills: list[Request] = field(default_factory=list, repr=False)
     aborted: list[str] = field(default_factory=list, repr=False)
     running: set[str] = field(default_factory=set)
+    appends: list[FakeAppends] = field(default_factory=list, repr=False)
+    """The prompts that grow and are open."""
     starts: int = 0
     restarts: int = 0
     stopped: bool = False
@@ -139,11 +181,23 @@ class FakeEngine:
     async def stop(self) -> None:
         """Forget everything."""
         self.stopped = True
+        await self._close_appends()
         self._cache.clear()
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
+        await self._close_appends()
         self._cache.clear()
+
+    async def _close_appends(self) -> None:
+        for appends in list(self.appends):
+            await appends.close()
+
+    def open_appends(self, cache_salt: str | None = None) -> FakeAppends | None:
+        """Begin a prompt that grows."""
+        if self.stopped:
+            raise EngineDead(f"The engine on {self.device} is not running.")
+        return FakeAppends(self, cache_salt) if self.takes_appends else None
 
     def cached_tokens(self, ids: Sequence[int], salt: str | None = None) -> int:
         """How much of a prompt the cache would serve: whole blocks, and never the last token."""

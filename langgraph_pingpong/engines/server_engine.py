@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import ServerAddress, ServerConfig
-from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob
 from langgraph_pingpong.errors import (
     CallRefused,
     ConfigError,
@@ -33,8 +33,8 @@ NO_KEY = "none"
 START_TIMEOUT_S = 20.0
 """How long a server may take to say what it serves, and to answer one token, in seconds."""
 
-PREFILL_PRIORITY = 1
-"""vLLM serves lower numbers first; answers have 0."""
+PIECE_TOKENS = 512
+"""Tokens of a prefill that are sent at once while answers run there."""
 
 USUAL_BLOCK_SIZE = 16
 """vLLM's own on a GPU, for servers that do not tell theirs: an append goes out whenever so many tokens are final."""
@@ -89,6 +89,11 @@ class ServerEngine:
     def max_model_len(self) -> int:
         """The longest prompt plus answer, in tokens."""
         return self._known.max_model_len
+
+    @property
+    def piece_tokens(self) -> int:
+        """How many tokens of a prefill to send at once while answers run: what a server's step takes in its stride."""
+        return PIECE_TOKENS
 
     @property
     def cache_tokens(self) -> None:
@@ -240,6 +245,9 @@ class ServerEngine:
             bare = {"max_tokens": 1, "temperature": 0.0}
             answer = await self._complete(once, replace(request, sampling=bare), PREFILL_PRIORITY)
             return _cached_tokens(answer)
+
+    def open_appends(self, cache_salt: str | None = None) -> None:
+        """The API has no prompts that grow."""
 
     async def reset_prefix_cache(self) -> None:
         """Find no cached prefix any more: what is sent from now on carries a new salt. Others' cache stays."""

@@ -1,4 +1,4 @@
-"""Stock vLLM in this process: one `AsyncLLM` on one device. Only this module and vllm_parsers.py import vLLM."""
+"""Stock vLLM in this process: one `AsyncLLM` on one device. Beside this, only small modules here import vLLM."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import dataclasses
 import importlib.util
 import os
+import signal
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of, refuse_unknown
-from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
+from langgraph_pingpong.engines.vllm_appends import ONE_IN, AppendsBook, Pieces, VllmAppends, are_sound, token_prompt
 from langgraph_pingpong.errors import (
     CallRefused,
     EngineDead,
@@ -25,6 +28,7 @@ from langgraph_pingpong.errors import (
     NotEnoughMemory,
     PingPongError,
 )
+from langgraph_pingpong.exact import check_settled
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -48,6 +52,11 @@ _ENVIRONMENT = {
 }
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+PIECE_TOKENS = 256
+"""The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
+time it takes to read its weights once, which a decode step does anyway."""
+
 _BUILDING = threading.Lock()
 """Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
 
@@ -65,6 +74,7 @@ class VllmEngine:
         self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
+        self._appends = AppendsBook(0, 0)
 
     @property
     def device(self) -> str:
@@ -97,9 +107,20 @@ class VllmEngine:
         return self._settled or self._engine.vllm_config
 
     @property
+    def piece_tokens(self) -> int:
+        """How many tokens of a prefill a decode step can carry along: what the captured graphs have place for.
+
+        An engine that paces prefills by itself takes them whole.
+        """
+        if (riding := self._config.riding) is not None:
+            return self.max_model_len if riding.paced else riding.piece
+        captured = self._engine.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        return max((size for size in captured if size <= PIECE_TOKENS), default=PIECE_TOKENS)
+
+    @property
     def num_unfinished(self) -> int:
-        """Requests that were sent and are neither finished nor aborted."""
-        return len(self._running)
+        """Requests that were sent and are neither finished nor aborted; appends count while a piece is computed."""
+        return len(self._running) + self._appends.computing
 
     @property
     def _engine(self) -> AsyncLLM:
@@ -112,9 +133,12 @@ class VllmEngine:
 
         Raises:
             EngineStartFailed: vLLM could not build it.
+            NotExact: it settled on other values than `exact` needs.
         """
         try:
             await self._bring_up()
+            if self._config.exact == "bits":
+                check_settled(self._config.vllm_args, self._engine.vllm_config)
             await self._warm_up()
         except PingPongError:
             raise
@@ -133,7 +157,7 @@ class VllmEngine:
             raise
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, _environment(engine_environment(self._config, self._device)):
+        with _BUILDING, _environment(engine_environment(self._config, self._device)), _interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -149,7 +173,18 @@ class VllmEngine:
         prompt = tuple(range(1, 2 * self.block_size))
         async for _ in self.generate(Request(prompt, {"max_tokens": 2, "ignore_eos": True})):
             pass
+        await self._try_appends()
         await self.reset_prefix_cache()
+
+    async def _try_appends(self) -> None:
+        """Growing prompts are used where they turn out right; everywhere else prefills do."""
+        config = self._engine.vllm_config
+        capacity = (config.cache_config.num_gpu_blocks or 0) * self.block_size
+        book = AppendsBook(capacity, config.scheduler_config.max_num_seqs // ONE_IN)
+        if book.max_open:
+            self._appends = book
+            if not await are_sound(self):
+                self._appends = AppendsBook(0, 0)
 
     async def restart(self) -> None:
         """Replace the engine's process, dead or alive, by a new one.
@@ -166,6 +201,7 @@ class VllmEngine:
             return
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        await self._appends.close()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
@@ -183,28 +219,41 @@ class VllmEngine:
             EngineDead: the engine's process ended.
         """
         first, likeliest = True, request.sampling.get("logprobs") or 0
-        async with aclosing(self._outputs(request)) as outputs:
-            async for output in outputs:
-                for answer in output.outputs:
-                    yield _to_delta(output, answer, first, likeliest)
-                    first = False
+        longest = len(request.prompt_token_ids) + (request.sampling.get("max_tokens") or 0)
+        with self._appends.answer(longest):
+            async with aclosing(self._outputs(request, priority=0)) as outputs:
+                async for output in outputs:
+                    for answer in output.outputs:
+                        yield _to_delta(output, answer, first, likeliest)
+                        first = False
 
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
         cached = 0
-        bare = dataclasses.replace(request, sampling={"max_tokens": 1, "temperature": 0.0})
-        async with aclosing(self._outputs(bare)) as outputs:
+        bare = dataclasses.replace(request, sampling=_ONE_TOKEN)
+        async with aclosing(self._outputs(bare, PREFILL_PRIORITY)) as outputs:
             async for output in outputs:
                 cached = output.num_cached_tokens or cached
         return cached
 
+    def open_appends(self, cache_salt: str | None = None) -> VllmAppends | None:
+        """Begin a prompt that grows; None where that is not sound or too many are open.
+
+        Raises:
+            EngineDead: the engine is not running.
+        """
+        bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
+        limit = int(self._engine.vllm_config.model_config.max_model_len)
+        return self._appends.open(lambda pieces: self._sent(pieces, bare, PREFILL_PRIORITY), cache_salt, limit)
+
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix.
+        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten.
 
         Raises:
             EngineDead: the engine's process ended.
         """
         engine = self._engine
+        await self._appends.close()
         with self._clear_errors(engine):
             reset = asyncio.ensure_future(engine.reset_prefix_cache())
             # An engine that dies meanwhile never answers. The task that hands its answers out ends with it.
@@ -217,20 +266,28 @@ class VllmEngine:
             finally:
                 reset.cancel()
 
-    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput]:
-        engine = self._engine
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
+    async def _outputs(self, request: Request, priority: int) -> AsyncGenerator[RequestOutput]:
         self._running.add(request.request_id)
         try:
-            with self._clear_errors(engine):
-                stream = engine.generate(prompt, self._params(request), request.request_id)  # type: ignore[arg-type]
-                async with aclosing(stream) as outputs:
-                    async for output in outputs:
-                        yield output
+            async with aclosing(self._sent(token_prompt(request), request, priority)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             self._running.discard(request.request_id)
+
+    async def _sent(
+        self, prompt: dict[str, Any] | Pieces, request: Request, priority: int
+    ) -> AsyncGenerator[RequestOutput]:
+        """What vLLM says to a prompt, or to the pieces of one."""
+        engine = self._engine
+        by_priority = engine.vllm_config.scheduler_config.policy == "priority"
+        place = priority if by_priority else 0
+        with self._clear_errors(engine):
+            params = self._params(request)
+            stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    yield output
 
     @contextmanager
     def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
@@ -313,10 +370,10 @@ def check_machine(config: EngineConfig) -> None:
 
 def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
     """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    values = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    values = {name: os.environ.get(name, value) for name, value in {**_ENVIRONMENT, **config.environment}.items()}
     if device.kind == "cuda":
         return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
-    cores = cores_for(device, config.devices)
+    cores = cores_for(device, config.devices, config.exact)
     return {
         **values,
         _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
@@ -353,6 +410,21 @@ def quiet_vllm() -> AbstractContextManager[None]:
 
 def _weight_files(folder: Path) -> Sequence[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that are started within never see Ctrl-C.
+
+    At a terminal and in a notebook it reaches every process of the group, and vLLM's would end at it, though it is
+    meant for the call that is running.
+    """
+    resource_tracker.ensure_running()  # it lets them through again when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

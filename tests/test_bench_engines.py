@@ -1,0 +1,37 @@
+"""The benchmarks of engines write every figure, and summaries made from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from langgraph_pingpong.bench import appends, foreground
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+
+
+def test_appends_of_both_kinds_are_timed_at_each_length(tmp_path: Path) -> None:
+    output = tmp_path / "appends"
+    appends.main(output, lengths="64,256", appends=3, device="fake:0")
+    setup, *cells = lines_of(output)
+    assert setup["setup"]["deltas"] is True  # type: ignore[index]
+    assert [(cell["way"], cell["length"]) for cell in cells] == [
+        (way, length) for length in (64, 256) for way in ("delta", "growing prefix")
+    ]
+    assert all(len(cell["ms"]) == 3 for cell in cells)  # type: ignore[arg-type]
+    assert output.with_suffix(".md").read_text() == appends.summary([setup, *cells])
+    assert "| growing prefix | 256 |" in appends.summary([setup, *cells])
+
+
+def test_foreground_requests_are_measured_beside_chains(tmp_path: Path) -> None:
+    output = tmp_path / "foreground"
+    foreground.main(output, rounds=2, chains=2, every_s=0.05, brief_tokens=100, devices="fake:0,fake:1")
+    setup, *rounds = lines_of(output)
+    assert [(each["round"], each["overlap"]) for each in rounds] == [(0, "off"), (0, "on"), (1, "on"), (1, "off")]
+    assert all(len(times) == 16 for each in rounds for times in each["requests"])  # type: ignore[attr-defined]
+    assert output.with_suffix(".md").read_text() == foreground.summary([setup, *rounds])
+    rounds[0]["requests"] = [[1000.0, 1010.0]] * 50
+    assert "| off | " in foreground.summary([setup, *rounds])
+    assert "| 1000 | 1000 | 1000 |" in foreground.summary([setup, rounds[0], rounds[1]])

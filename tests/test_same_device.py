@@ -1,0 +1,123 @@
+"""What an engine needs so that pieces of prompts ride on the decode steps of its device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from langgraph_pingpong import ChatPingPong, exact
+from langgraph_pingpong.cli import app
+from langgraph_pingpong.config import EngineConfig, parse_devices
+from langgraph_pingpong.engines.server_processes import server_command
+from langgraph_pingpong.errors import NotExact
+from langgraph_pingpong.same_device import DECODES, STEP, capture_sizes, riding
+
+
+def args(**given: Any) -> dict[str, Any]:
+    return EngineConfig("m", parse_devices(["cuda:0"]), same_device=True, engine_args=given).vllm_args
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 32, 128, 256, 1024])
+def test_a_step_with_a_piece_is_in_a_captured_graph(max_num_seqs: int) -> None:
+    rides = riding("cuda", {"max_num_seqs": max_num_seqs})
+    assert rides is not None
+    sizes = rides.engine_args["cudagraph_capture_sizes"]
+    assert rides.piece + DECODES in sizes
+    assert 2 * rides.piece + DECODES <= max(sizes)  # two prefills at once
+    assert min(2 * max_num_seqs, 512) <= max(sizes)  # decodes alone have the graphs they would have without
+    padded = [min(size for size in sizes if size >= rides.piece + decodes) for decodes in range(1, DECODES + 1)]
+    assert set(padded) == {STEP}
+
+
+def test_sizes_are_those_that_vllm_takes_by_itself() -> None:
+    assert capture_sizes(32) == [1, 2, 4, *range(8, 256, 8), 256]
+    assert capture_sizes(256) == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+
+
+def test_the_graph_is_whole_and_the_engine_paces() -> None:
+    assert args()["compilation_config"] == {"cudagraph_mode": "FULL"}
+    assert args()["long_prefill_token_threshold"] == STEP - DECODES
+    assert "long_prefill_token_threshold" not in EngineConfig("m", parse_devices(["cuda:0"])).vllm_args
+
+
+@pytest.mark.parametrize(
+    ("given", "piece"),
+    [
+        ({"cudagraph_capture_sizes": [1, 2, 64]}, 56),
+        ({"compilation_config": {"cudagraph_capture_sizes": [1, 96, 512]}}, 88),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, STEP - DECODES),
+        ({"compilation_config": 3}, STEP - DECODES),
+        ({"long_prefill_token_threshold": 64}, 64),
+        ({"cudagraph_capture_sizes": [1]}, 1),
+    ],
+)
+def test_what_the_user_gave_stays(given: dict[str, Any], piece: int) -> None:
+    rides = riding("cuda", given)
+    assert rides is not None and rides.paced and rides.piece == piece
+    made = args(**given)
+    compilation = given.get("compilation_config")
+    for name, value in given.items():
+        if name != "compilation_config":
+            assert made[name] == value
+    if isinstance(compilation, dict):
+        assert {**made["compilation_config"], **compilation} == made["compilation_config"]
+        assert ("cudagraph_capture_sizes" in made) != ("cudagraph_capture_sizes" in compilation)  # vLLM refuses both
+    elif compilation is not None:
+        assert made["compilation_config"]["mode"] == compilation
+
+
+def test_without_pacing_pieces_are_whole_blocks_beside_the_decodes() -> None:
+    rides = riding("cuda", {"long_prefill_token_threshold": 0})
+    assert rides is not None and not rides.paced
+    assert rides.piece_beside(decodes=1, block_size=16) == 112
+    assert rides.piece_beside(decodes=16, block_size=16) == 112
+    assert rides.piece_beside(decodes=17, block_size=16) == 96
+    assert rides.piece_beside(decodes=300, block_size=16) == 16
+
+
+def test_a_cpu_needs_nothing() -> None:
+    config = EngineConfig("m", parse_devices(["cpu:0"]), same_device=True)
+    assert config.riding is None
+    assert config.vllm_args == EngineConfig("m", parse_devices(["cpu:0"])).vllm_args
+
+
+def test_servers_get_the_flags() -> None:
+    command = " ".join(server_command(EngineConfig("m", parse_devices(["cuda:0"]), same_device=True)))
+    assert '--compilation-config {"cudagraph_mode": "FULL"}' in command
+    assert "--long-prefill-token-threshold 120" in command
+    assert "--cudagraph-capture-sizes 1 2 4 8 " in command
+
+
+def test_nothing_shares_a_step_where_bits_takes_the_same_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = parse_devices(["cuda:0"])
+    monkeypatch.delenv(exact.BATCH_INVARIANT, raising=False)
+    monkeypatch.setattr(exact, "_lowest_capability", lambda: 7.5)
+    with pytest.raises(NotExact, match="same-device"):
+        EngineConfig("m", devices, same_device=True, exact="bits")
+    monkeypatch.setattr(exact, "_lowest_capability", lambda: 9.0)
+    both = EngineConfig("m", devices, same_device=True, exact="bits")
+    assert both.vllm_args["long_prefill_token_threshold"] == 120
+    assert both.environment == {"VLLM_BATCH_INVARIANT": "1"}
+
+
+def test_the_value_is_taken_by_the_model_and_the_command() -> None:
+    with ChatPingPong(devices=["fake:0"], overlap="same-device", max_tokens=4) as model:
+        assert model.invoke("Hello").text
+    document = str(Path(__file__).parent.parent / "graphs" / "texts" / "document.md")
+    options = (
+        "--input",
+        document,
+        "--devices",
+        "fake:0",
+        "--overlap",
+        "same-device",
+        "--set",
+        "brief_tokens=60",
+        "--task",
+        "x",
+    )
+    result = CliRunner().invoke(app, ["run", "graphs.five_agents", *options, "--set", "max_tokens=8"])
+    assert result.exit_code == 0, result.output

@@ -1,0 +1,209 @@
+"""Answers that are begun before their call comes: taken over only where they are the very answer that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from langgraph.graph import START, StateGraph
+from typing_extensions import TypedDict
+
+from langgraph_pingpong import FakeEngine
+from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.engines.fake_engine import fake_tokenizer
+from langgraph_pingpong.speculation import Speculation
+from langgraph_pingpong.tokens import ChatTemplate
+from tests.conftest import wait_until
+from tests.growing_prompts import WRITER, growing_with
+from tests.shipped_tokenizers import qwen, sentencepiece, smollm2, tekken
+
+if TYPE_CHECKING:
+    from tests.conftest import Lab
+
+TASK = {"task": "Say what a tide pool is."}
+SLOW_NODE_S = 0.1
+
+
+class State(TypedDict, total=False):
+    task: str
+    draft: str
+    note: str
+
+
+def slow_chain(lab: Lab, model: Any, **critic: Any) -> Any:
+    """The critic thinks for a while before it calls the model, so that its answer can be begun."""
+
+    def writer(state: State) -> State:
+        return {"draft": model.invoke(lab.prompt("writer", "task").format_messages(**state)).text}
+
+    def critique(state: State) -> State:
+        time.sleep(SLOW_NODE_S)
+        settings = {name: value() for name, value in critic.items()}
+        return {"note": model.invoke(lab.prompt("critic", "draft").format_messages(**state), **settings).text}
+
+    builder = StateGraph(State)
+    builder.add_node("writer", writer).add_node("critic", critique)
+    builder.add_edge(START, "writer").add_edge("writer", "critic")
+    return builder.compile()
+
+
+class TestAnswersBegunAhead:
+    def test_are_taken_over_by_the_call(self, lab: Lab) -> None:
+        model = lab.model()
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        results = [graph.invoke(TASK) for _ in range(3)]
+        assert results == [slow_chain(lab, lab.model(overlap="off")).invoke(TASK)] * 3
+        ready = [event.data["certificate"]["ready"] for event in record.named("finish", "critic")]
+        assert ready[0] == 0
+        assert ready[-1] > 20
+        last = record.certificate("critic")
+        assert (last["ids_equal"], last["wasted"]) == (True, 0)
+        assert last["ttft_ms"] >= SLOW_NODE_S * 1000, "the node's own time counts: the answer was there, not asked for"
+
+    def test_are_not_begun_where_they_are_switched_off(self, lab: Lab) -> None:
+        model = lab.model(speculate=False)
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        for _ in range(3):
+            graph.invoke(TASK)
+        assert record.named("append.complete", "critic")
+        assert not record.named("speculation.started")
+        assert record.certificate("critic")["ready"] == 0
+
+    def test_are_aborted_where_the_call_samples_otherwise(self, lab: Lab) -> None:
+        model = lab.model()
+        record = lab.record(model)
+        heat = iter((0.1, 0.2, 0.3))
+        graph = slow_chain(lab, model, temperature=lambda: next(heat))
+        for _ in range(3):
+            graph.invoke(TASK)
+        assert len(record.named("speculation.started", "critic")) >= 2
+        assert [event.data["certificate"]["ready"] for event in record.named("finish", "critic")] == [0, 0, 0]
+        asked = [request.sampling for engine in lab.engines for request in engine.requests]
+        assert {sampling["temperature"] for sampling in asked if "temperature" in sampling} == {0.1, 0.2, 0.3}
+
+    def test_leave_a_limit_that_only_fills_the_context_open(self, lab: Lab) -> None:
+        model = lab.model()
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        for task in ("One.", "Another task, which is longer.", "And a third one."):
+            graph.invoke({"task": task})
+        assert record.certificate("critic")["ready"] > 20
+
+    def test_that_fail_leave_the_answer_to_the_call(self, lab: Lab) -> None:
+        model = lab.model()
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        expected = graph.invoke(TASK)
+
+        def fail(event: Any) -> None:
+            if event.name == "speculation.started":
+                lab.engines[0].fail_generate = lab.engines[1].fail_generate = RuntimeError("out of order")
+            elif event.name == "finalize":
+                lab.engines[0].fail_generate = lab.engines[1].fail_generate = None
+
+        for engine in lab.engines:
+            engine.fail_after_tokens = 3
+        with model.trace.subscribed(fail):
+            # Only what is begun once the writer has ended: while it speaks, its own answer would fail, too.
+            model.pool.planner._samplings._last.clear()
+            assert graph.invoke(TASK) == expected
+        assert record.certificate("critic")["ids_equal"]
+
+    def test_wait_for_an_idle_device(self, lab: Lab) -> None:
+        model = lab.model(1, overlap="off")
+        assert slow_chain(lab, model).invoke(TASK)
+        engines = [lab.engine("fake:0"), lab.engine("fake:1")]
+        engines[1].running.add("somebody else's request")
+        busy = lab.model(engines)
+        record = lab.record(busy)
+        graph = slow_chain(lab, busy)
+        for _ in range(3):
+            graph.invoke(TASK)
+        engines[1].running.clear()
+        assert not [event for event in record.named("speculation.started") if event.device == "fake:1"]
+
+    def test_are_aborted_with_the_run(self, lab: Lab) -> None:
+        model = lab.model()
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        for _ in range(2):
+            graph.invoke(TASK)
+        begun = len(record.named("speculation.started", "critic"))
+
+        async def leave() -> None:
+            run = asyncio.create_task(graph.ainvoke(TASK))
+            one_more = lambda: len(record.named("speculation.started", "critic")) > begun  # noqa: E731
+            await asyncio.to_thread(wait_until, one_more, 5, "answer that is begun")
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+
+        asyncio.run(leave())  # the fixture of every test sees that nothing is left on the engines
+
+
+class TestSpeculation:
+    async def test_gives_what_came_and_what_comes(self) -> None:
+        engine = FakeEngine(time_scale=1.0, decode_speed=500.0)
+        request = Request(tuple(range(40)), {"max_tokens": 20})
+        speculation = Speculation(engine.generate, request)
+        await asyncio.sleep(0.02)
+        assert 0 < speculation.ready < 20
+        said = [delta async for delta in speculation.deltas()]
+        await engine.reset_prefix_cache()
+        assert said == [delta async for delta in engine.generate(request)]
+        assert speculation.ready == 20
+
+    async def test_aborts_its_request_when_it_is_left(self) -> None:
+        engine = FakeEngine(time_scale=1.0, decode_speed=500.0)
+        speculation = Speculation(engine.generate, Request(tuple(range(40)), {"max_tokens": 500}))
+        answer = speculation.deltas()
+        assert isinstance(await anext(answer), Delta)
+        await answer.aclose()
+        assert engine.num_unfinished == 0
+        assert engine.aborted == [speculation.request.request_id]
+
+    async def test_fits_the_same_request_only(self) -> None:
+        engine = FakeEngine()
+        mine = Request((1, 2, 3), {"max_tokens": 5}, cache_salt="a")
+        speculation = Speculation(engine.generate, mine)
+        assert speculation.fits(Request((1, 2, 3), {"max_tokens": 5}, cache_salt="a"))
+        assert not speculation.fits(Request((1, 2, 4), {"max_tokens": 5}, cache_salt="a"))
+        assert not speculation.fits(Request((1, 2, 3), {"max_tokens": 6}, cache_salt="a"))
+        assert not speculation.fits(Request((1, 2, 3), {"max_tokens": 5}, cache_salt="b"))
+        speculation.stop()
+        await speculation.stopped()
+
+    async def test_that_failed_fits_nothing(self) -> None:
+        request = Request((1, 2, 3), {"max_tokens": 5})
+        speculation = Speculation(FakeEngine(fail_generate=RuntimeError("no")).generate, request)
+        await speculation.stopped()
+        assert not speculation.fits(request)
+        with pytest.raises(RuntimeError, match="no"):
+            [delta async for delta in speculation.deltas()]
+
+
+DRAFT = "Tide pools empty twice a day.\n\nIt's so: 12,345 crabs (naïve ones) — don't \U0001f980 mind.\n"
+
+
+@pytest.mark.parametrize("family", [fake_tokenizer, smollm2, qwen, tekken, sentencepiece])
+@pytest.mark.parametrize("end", ["\n\nList one flaw.", "", "?"])
+def test_a_prompt_as_if_it_ended_is_the_prompt_of_that_text(family: Any, end: str) -> None:
+    """Cut at every character: the ids are those of the full rendering, or none are given where that is not known."""
+    template = ChatTemplate(family())
+
+    def use(text: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"Review this draft.\n\n{text}{end}"}]
+
+    growing = growing_with(template, use)
+    known = 0
+    for count, character in enumerate(DRAFT, start=1):
+        growing.feed(WRITER, character)
+        if (ids := growing.if_ended()) is not None:
+            assert ids == template.prompt_ids(use(DRAFT[:count])), DRAFT[:count]
+            known += 1
+    growing.finish(WRITER)
+    assert growing.if_ended() in (template.prompt_ids(use(DRAFT)), None)
+    assert known > len(DRAFT) * 0.8
