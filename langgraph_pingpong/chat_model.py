@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
@@ -21,18 +20,18 @@ from pydantic import PrivateAttr
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
-from langgraph_pingpong.edges import RunningTask, running_task, when_graph_ends
+from langgraph_pingpong.edges import RunningTask, running_task
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
-from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.planning import PlannedCall, cache_salt, planner_of
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
+from langgraph_pingpong.run_ends import close_with_graph
 from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
-from langgraph_pingpong.session import Call, Certificate, Session, session_of
+from langgraph_pingpong.session import Call, Certificate, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS, Settings
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
@@ -325,7 +324,7 @@ class ChatPingPong(Settings):
         planned = self._begin(prepared)
         if planned is not None:
             call = replace(call, key=planned.record.key, plan=planned.plan)
-        _close_with_graph(session, task, planned)
+        close_with_graph(session, task, planned)
         content: list[str] = []
         answer: str | None = None
         try:
@@ -360,26 +359,6 @@ class _Prepared:
     call: Call
     task: RunningTask | None = None
     begin: Callable[[], PlannedCall] | None = None
-
-
-def _close_with_graph(session: Session, task: RunningTask | None, planned: PlannedCall | None) -> None:
-    close = partial(_close, session.pool.loop, weakref.ref(session))
-    if planned is not None:
-        planned.close_with_graph(close)
-    elif task is not None and session.is_new:
-        when_graph_ends(task, partial(close, task.site[:-1]))
-
-
-def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:
-    """The run of a graph is over. The session is held weakly: waiting for that must not keep the engines alive."""
-    if (alive := session()) is not None:
-        loop.call_soon(_end_graph, alive, graph)
-
-
-def _end_graph(session: Session, graph: tuple[str, ...]) -> None:
-    session.close(graph)
-    if not graph:  # of the run's own graph: nothing follows any more
-        planner_of(session.pool).forget(session.owner)
 
 
 def _single(terms: Terms) -> Terms:

@@ -17,8 +17,10 @@
     │   ├── EngineNotInstalled
     │   ├── MissingMainGuard
     │   ├── NotEnoughMemory
+    │   ├── OtherResults
     │   ├── DefaultModelMissing
     │   └── DefaultModelBroken
+    ├── RunFailed
     ├── PromptTooLong               (also langchain_core's ContextOverflowError)
     └── EngineError
         ├── EngineStartFailed
@@ -140,6 +142,12 @@ class NotEnoughMemory(ConfigError):
     hint = "Use fewer devices, a smaller model, a smaller max_model_len, or less KV cache."
 
 
+class OtherResults(ConfigError):
+    """A file of results holds other measurements than those that are to be added, or none."""
+
+    hint = "Write to another file, or go on with the settings that the file's first line tells."
+
+
 class DefaultModelMissing(ConfigError):
     """The package that ships the default model is not installed."""
 
@@ -150,6 +158,12 @@ class DefaultModelBroken(ConfigError):
     """The default model could not be converted into a checkpoint."""
 
     hint = "Free some disk space (about 600 MB), or set LANGGRAPH_PINGPONG_CACHE to a writable folder."
+
+
+class RunFailed(PingPongError):
+    """A measured run is not complete, or its counts contradict each other: it is no result."""
+
+    hint = "The runs before it are in the file; the same command goes on with this one."
 
 
 class PromptTooLong(PingPongError, ContextOverflowError):

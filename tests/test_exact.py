@@ -17,7 +17,7 @@ from langgraph_pingpong.bench.exact import _Answers
 from langgraph_pingpong.config import EngineConfig, cores_for, parse_devices, usable_cores
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.engines.server_processes import server_command
-from langgraph_pingpong.engines.vllm_engine import engine_environment
+from langgraph_pingpong.engines.vllm_setup import engine_environment
 from langgraph_pingpong.errors import NotExact, SettingOfServers
 from langgraph_pingpong.pool import EnginePool
 from tests.engines_fixture import DEVICES

@@ -25,9 +25,10 @@ health growing_prompt
 pool
 failover
 streaming_edge edges
-engines.fake_engine engines.vllm_appends
+engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
+run_ends
 calls calling answers
 settings
 chat_model
@@ -40,7 +41,7 @@ HOSTS = {
     "langgraph_sdk": (),
     "langchain": (),
     "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers", "engines.prompt_scheduler"),
-    "openai": ("engines.server_engine", "engines.server_processes"),
+    "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine"),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),

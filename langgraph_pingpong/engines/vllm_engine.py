@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
-import os
-import signal
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
-from multiprocessing import resource_tracker
-from pathlib import Path
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of, refuse_unknown
+from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
 from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.engines.vllm_appends import ONE_IN, AppendsBook, Pieces, VllmAppends, are_sound, token_prompt
-from langgraph_pingpong.errors import (
-    CallRefused,
-    EngineDead,
-    EngineNotInstalled,
-    EngineStartFailed,
-    NotEnoughMemory,
-    PingPongError,
+from langgraph_pingpong.engines.vllm_setup import (
+    check_machine,
+    engine_environment,
+    environment_with,
+    interrupts_held,
 )
+from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 
 if TYPE_CHECKING:
@@ -36,22 +28,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-GIB = 1 << 30
-
-# Read by vLLM when an engine is built. Spawn, because a fork would copy this process's threads' locks. The
-# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings that torch and vLLM give at
-# every start (what is deprecated, what this machine lacks) are for their developers.
-_ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_LOGS": "-all",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-_OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 PIECE_TOKENS = 256
 """The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
@@ -59,9 +35,6 @@ time it takes to read its weights once, which a decode step does anyway."""
 
 _BUILDING = threading.Lock()
 """Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
-
-_CPU_KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-_CPU_KV_CACHE_GIB = "2"
 
 
 class VllmEngine:
@@ -157,7 +130,7 @@ class VllmEngine:
             raise
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, _environment(engine_environment(self._config, self._device)), _interrupts_held():
+        with _BUILDING, environment_with(engine_environment(self._config, self._device)), interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -351,94 +324,3 @@ def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:
     check_machine(config)
     check_main_guard()
     return [VllmEngine(config, device) for device in config.devices]
-
-
-def check_machine(config: EngineConfig) -> None:
-    """Check that this machine can run the engines, as far as that can be known without vLLM.
-
-    Raises:
-        EngineNotInstalled: vLLM is not installed.
-        DeviceError: a device does not exist on this machine.
-        NotEnoughMemory: the engines would not fit into memory together.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineNotInstalled("vLLM is not installed.")
-    check_devices(config.devices, config.tensor_parallel_size or 1)
-    if config.devices[0].kind == "cpu":
-        check_cpu_memory(config)
-
-
-def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
-    """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    values = {name: os.environ.get(name, value) for name, value in {**_ENVIRONMENT, **config.environment}.items()}
-    if device.kind == "cuda":
-        return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
-    cores = cores_for(device, config.devices, config.exact)
-    return {
-        **values,
-        _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
-        _OWN_CORES: ",".join(map(str, cores)),
-    }
-
-
-def check_cpu_memory(config: EngineConfig) -> None:
-    """Compare what the engines need together (weights and KV cache each) with the memory that is free.
-
-    Raises:
-        NotEnoughMemory: it is more.
-    """
-    weights = weight_bytes(config)
-    cache = float(os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)) * GIB
-    needed, free = (weights + cache) * len(config.devices), psutil.virtual_memory().available
-    if needed > free:
-        raise NotEnoughMemory(
-            f"{len(config.devices)} engines need {needed / GIB:.1f} GiB together (weights {weights / GIB:.1f} and KV "
-            f"cache {cache / GIB:.1f} GiB each, the latter set by {_CPU_KV_CACHE}); {free / GIB:.1f} GiB are free."
-        )
-
-
-def weight_bytes(config: EngineConfig) -> int:
-    """Size of one copy of the weights in memory; 0 where the model is not in a local folder."""
-    stored = sum(file.stat().st_size for file in _weight_files(Path(config.model)))
-    return stored * 2 if config.dtype == "float32" else stored
-
-
-def quiet_vllm() -> AbstractContextManager[None]:
-    """Import vLLM within this: it reads settings from the environment, such as what to log."""
-    return _environment(_ENVIRONMENT)
-
-
-def _weight_files(folder: Path) -> Sequence[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes that are started within never see Ctrl-C.
-
-    At a terminal and in a notebook it reaches every process of the group, and vLLM's would end at it, though it is
-    meant for the call that is running.
-    """
-    resource_tracker.ensure_running()  # it lets them through again when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
-    before = {name: os.environ.get(name) for name in values}
-    for name, value in values.items():
-        if name in (_OWN_CORES, _VISIBLE) or name not in os.environ:
-            os.environ[name] = value
-    try:
-        yield
-    finally:
-        for name, earlier in before.items():
-            if earlier is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = earlier

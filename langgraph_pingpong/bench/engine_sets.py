@@ -1,0 +1,217 @@
+"""The engines of the compared modes: every set that is needed is up before the first run, so that modes alternate."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from langgraph_pingpong.bench.modes import Mode, Place
+from langgraph_pingpong.bench.recording import Recorder
+from langgraph_pingpong.chat_model import ChatPingPong
+from langgraph_pingpong.config import Device, count_devices, parse_devices
+from langgraph_pingpong.engines.fake_engine import FakeEngine
+from langgraph_pingpong.errors import DeviceError
+from langgraph_pingpong.exact import Exact
+from langgraph_pingpong.pool import EnginePool
+
+TP_ARGS: Mapping[str, Any] = {
+    "disable_custom_all_reduce": True,
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
+"""What an engine over several GPUs needs: without it, it died on two H200 with an illegal memory access."""
+
+TP_WEIGHT = 0.6
+"""Memory of an engine over two GPUs on each of them, against one on a single GPU: half the weights, all the rest."""
+
+FAKE_PREFILL, FAKE_DECODE, FAKE_TP_GAIN = 20_000.0, 1_000.0, 1.6
+"""Speeds of modelled engines (tokens/s), and how much faster one over two devices is. They model no contention."""
+
+FAKE_REPLY_WORDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class SetKey:
+    """Which engines: where, and whether prefills ride on decode steps, for which CUDA engines are built otherwise."""
+
+    place: Place
+    rides: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.place}{'+rides' if self.rides else ''}"
+
+    def devices(self, devices: Sequence[str]) -> Sequence[str]:
+        """Those that engines are started on."""
+        return list(devices) if self.place == "pair" else [devices[0]]
+
+    def width(self, devices: Sequence[str]) -> int:
+        """Devices of one engine."""
+        return len(devices) if self.place == "tp2" else 1
+
+
+@dataclass
+class EngineSettings:
+    """What engines are built with, under vLLM's names.
+
+    `gpu_memory_utilization` is the share of a GPU's memory that all engines on it may take together.
+    """
+
+    devices: Sequence[str]
+    model: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.85
+    exact: Exact = "ids"
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """'cuda', 'cpu' or 'fake'."""
+        return Device.parse(self.devices[0]).kind
+
+    def key(self, mode: Mode) -> SetKey:
+        """The engines of a mode; only CUDA engines differ when prefills ride."""
+        return SetKey(mode.place, mode.rides and self.kind == "cuda")
+
+
+class EngineSet:
+    """One set of engines that was started, and what they answered."""
+
+    def __init__(self, model: ChatPingPong) -> None:
+        self.model = model
+        self.pool: EnginePool = model._serving().pool
+        self.recorder = Recorder(self.pool)
+
+
+class EngineSets:
+    """All sets that the modes need. They start one after the other: memory is measured by difference."""
+
+    def __init__(self, settings: EngineSettings, modes: Sequence[Mode], calls: Mapping[str, Any]) -> None:
+        """Take `calls`, the settings of answers: temperature, seed.
+
+        Raises:
+            DeviceError: a mode needs devices that were not given.
+        """
+        self._settings = settings
+        self.keys = tuple(dict.fromkeys(settings.key(mode) for mode in modes))
+        self._calls = calls
+        self._sets: dict[SetKey, EngineSet] = {}
+        _check(settings, modes)
+
+    def of(self, mode: Mode) -> EngineSet:
+        """The engines of a mode. Valid once started."""
+        return self._sets[self._settings.key(mode)]
+
+    def start(self, told: Callable[[str], None]) -> None:
+        """Start them; `told` hears of each.
+
+        Raises:
+            ConfigError: they cannot work on this machine.
+            EngineStartFailed: one did not come up.
+        """
+        if self._settings.kind == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        shares = memory_shares(self.keys, self._settings.devices, self._settings.gpu_memory_utilization)
+        for key in self.keys:
+            places = self._settings.devices[: 1 if key.place == "one" else None]
+            told(f"Starting {key} on {', '.join(places)}")
+            model = self._make(key, shares[key])
+            self._sets[key] = EngineSet(model)
+            model.start()
+
+    def told(self) -> dict[str, Any]:
+        """What each set is, as plain data."""
+        return {
+            str(key): {
+                "devices": list(key.devices(self._settings.devices)),
+                "width": key.width(self._settings.devices),
+                "gpu_memory_utilization": each.model.gpu_memory_utilization,
+                "block_size": each.pool.engines[0].block_size,
+                "max_model_len": each.pool.engines[0].max_model_len,
+            }
+            for key, each in self._sets.items()
+        }
+
+    def close(self) -> None:
+        """Shut all of them down."""
+        for each in self._sets.values():
+            each.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def _make(self, key: SetKey, share: float) -> ChatPingPong:
+        settings = self._settings
+        width = key.width(settings.devices)
+        model = ChatPingPong(
+            model=settings.model,
+            devices=key.devices(settings.devices),
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            gpu_memory_utilization=share if settings.kind == "cuda" else None,
+            exact=settings.exact,
+            tensor_parallel_size=width if width > 1 else None,
+            engine_args=merged(TP_ARGS if width > 1 else {}, settings.engine_args),
+            overlap="same-device" if key.rides else "on",
+            **self._calls,
+        )
+        if settings.kind == "fake":
+            _set_speeds(model._serving().pool, FAKE_TP_GAIN if width > 1 else 1.0)
+        return model
+
+
+def _check(settings: EngineSettings, modes: Sequence[Mode]) -> None:
+    parse_devices(settings.devices)
+    for mode in modes:
+        if mode.place != "one" and len(settings.devices) < 2:
+            raise DeviceError(f"The mode {mode.name} needs two devices, and one was given.")
+        if mode.place == "tp2" and settings.kind == "cpu":
+            raise DeviceError(f"The mode {mode.name} needs GPUs: its engine spans several devices.")
+        if mode.place == "tp2" and not _consecutive(settings.devices):
+            raise DeviceError(f"The mode {mode.name} needs devices that follow one another, like cuda:0,cuda:1.")
+
+
+def _consecutive(devices: Sequence[str]) -> bool:
+    indices = [Device.parse(device).index for device in devices]
+    return indices == list(range(indices[0], indices[0] + len(indices)))
+
+
+def memory_shares(keys: Iterable[SetKey], devices: Sequence[str], total: float) -> dict[SetKey, float]:
+    """The share of each GPU's memory for one engine of each set, so that all on the first GPU fit into `total`."""
+    weights = {key: TP_WEIGHT if key.width(devices) > 1 else 1.0 for key in keys}
+    return {key: round(total * weight / sum(weights.values()), 3) for key, weight in weights.items()}
+
+
+def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Given values before defaults, within mappings too."""
+    both = {
+        name: merged(defaults[name], value)
+        for name, value in given.items()
+        if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping)
+    }
+    return {**defaults, **given, **both}
+
+
+def parse_places(text: str) -> list[str]:
+    """Devices from a list with commas; a bare number is a GPU where the machine has any, else a CPU engine."""
+    kind = "cuda" if any(part.strip().isdigit() for part in text.split(",")) and count_devices("cuda") else "cpu"
+    return [f"{kind}:{part.strip()}" if part.strip().isdigit() else part.strip() for part in text.split(",")]
+
+
+def _set_speeds(pool: EnginePool, gain: float) -> None:
+    for engine in pool.engines:
+        assert isinstance(engine, FakeEngine), "only modelled engines have speeds"
+        engine.prefill_speed, engine.decode_speed = FAKE_PREFILL * gain, FAKE_DECODE * gain
+        engine.time_scale, engine.reply = 1.0, _long_reply
+
+
+def _long_reply(prompt: str) -> str:
+    """Words that depend on the prompt: more than any fake run asks for."""
+    letters = Counter(prompt)
+    return " ".join(f"{len(prompt)}{letter}{letters[letter]}" for letter in "etaoin" * (FAKE_REPLY_WORDS // 6))

@@ -1,0 +1,186 @@
+"""`pingpong bench`: a workload in several modes, alternating, every run written down with all that happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from langgraph_pingpong.bench.modes import Order, Scale
+from langgraph_pingpong.cli.plain_errors import plain_errors
+from langgraph_pingpong.exact import Exact
+
+if TYPE_CHECKING:
+    from langgraph_pingpong.bench.engine_sets import EngineSettings
+    from langgraph_pingpong.bench.runner import Plan
+
+_ENGINES = "Model and engines"
+_WORK = "Workload"
+
+Output = Annotated[Path, typer.Option(help="Lines of JSON; what is in the file is not run again.")]
+ProfileName = Annotated[
+    str,
+    typer.Option(help="long-prefill, sweep, messages, multiturn, debate or rag.", rich_help_panel=_WORK),
+]
+Modes = Annotated[str, typer.Option(help="Comma-separated; --list shows all.")]
+ModeOrder = Annotated[Order, typer.Option(help="alternate: every other round goes backwards; or fixed.")]
+Values = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=1,2,3", help="Values of a parameter of the profile.", rich_help_panel=_WORK),
+]
+ScaleName = Annotated[
+    Scale | None, typer.Option(help="The profile's values for gpu, cpu or fake.", rich_help_panel=_WORK)
+]
+Chains = Annotated[str, typer.Option(help="Chains at once, for the modes that take several.", rich_help_panel=_WORK)]
+Devices = Annotated[str | None, typer.Option(help="Like 0,1 or cuda:0,cuda:1.", rich_help_panel=_ENGINES)]
+ModelName = Annotated[
+    str | None, typer.Option(help="A folder or Hugging Face id; without it a small one.", rich_help_panel=_ENGINES)
+]
+Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_ENGINES)]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer.", rich_help_panel=_ENGINES)]
+GpuMemory = Annotated[
+    float,
+    typer.Option(
+        min=0.01, max=1.0, help="Share of a GPU's memory for all engines on it together.", rich_help_panel=_ENGINES
+    ),
+]
+ExactName = Annotated[Exact, typer.Option(help="ids, or bits for engines that always round alike.")]
+EngineArgs = Annotated[
+    str, typer.Option(metavar="JSON", help="More of vLLM's engine arguments.", rich_help_panel=_ENGINES)
+]
+Defer = Annotated[
+    bool,
+    typer.Option(
+        "--defer-downstream-until-first-token/--no-defer-downstream-until-first-token",
+        help="Prefill the next prompt from the upstream's first token on, or from its start.",
+    ),
+]
+Lazy = Annotated[
+    bool,
+    typer.Option(
+        "--lazy-precreate/--no-lazy-precreate",
+        help="A static prefix waits for its upstream, or all are prefilled from the start of the run on.",
+    ),
+]
+
+
+def bench(  # noqa: PLR0913 - a parameter for each option
+    output: Output = Path("results.jsonl"),
+    profile: ProfileName = "long-prefill",
+    modes: Modes = "serial,pingpong",
+    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each mode.")] = 10,
+    warmup_runs: Annotated[int, typer.Option(min=0, help="Runs before them, written and not counted.")] = 1,
+    mode_order: ModeOrder = "alternate",
+    values: Values = None,
+    scale: ScaleName = None,
+    chains: Chains = "1",
+    devices: Devices = None,
+    model: ModelName = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    gpu_memory_utilization: GpuMemory = 0.85,
+    exact: ExactName = "ids",
+    engine_args: EngineArgs = "{}",
+    defer: Defer = True,
+    lazy: Lazy = True,
+    force_max_output_tokens: Annotated[
+        bool, typer.Option(help="Answers go on to their limit, whatever they say.")
+    ] = True,
+    strict_output_tokens: Annotated[
+        bool, typer.Option(help="A forced answer of another length makes the run fail.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the texts and of sampling.")] = 42,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    stop_after: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Begin no run that would end later than that.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show modes and profiles, and exit.")] = False,
+) -> None:
+    """Measure a workload in several modes, one program, run by run, and keep every run.
+
+    A file that is there is gone on with. The exit code is 1 if a run is not complete; `pingpong report` shows files.
+    """
+    with plain_errors():
+        if show:
+            _list()
+            raise typer.Exit
+        from langgraph_pingpong.bench.kit import Kit
+
+        settings = _settings(
+            devices,
+            model=model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            exact=exact,
+            engine_args=_json_object(engine_args),
+        )
+        plan = _plan(
+            profile,
+            modes,
+            scale or _scale(settings.kind),
+            values or [],
+            chains,
+            order=mode_order,
+            runs=runs,
+            warmup_runs=warmup_runs,
+            seed=seed,
+            force_tokens=force_max_output_tokens,
+            strict_tokens=strict_output_tokens,
+            defer=defer,
+            lazy=lazy,
+        )
+        console = Console()
+        kit = Kit(plan, settings, console, {"temperature": temperature, "seed": seed}, stop_after)
+        left = kit.run(output)
+        rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
+        console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
+
+
+def _settings(devices: str | None, **settings: Any) -> EngineSettings:
+    from langgraph_pingpong.bench.engine_sets import EngineSettings, parse_places
+    from langgraph_pingpong.config import default_devices, parse_devices
+
+    names = parse_places(devices) if devices else list(default_devices())
+    parse_devices(names)
+    return EngineSettings(names, **settings)
+
+
+def _plan(profile: str, modes: str, scale: Scale, values: list[str], chains: str, **settings: Any) -> Plan:
+    from langgraph_pingpong.bench.modes import parse_modes
+    from langgraph_pingpong.bench.profiles import PROFILES, parse_values
+    from langgraph_pingpong.bench.runner import Plan
+    from langgraph_pingpong.config import refuse_unknown
+
+    refuse_unknown([profile], PROFILES, "The benchmark")
+    chosen = PROFILES[profile]
+    cases = list(chosen.cases(scale, parse_values(values)))
+    at_once = parse_values([f"chains={chains}"])["chains"]
+    return Plan(chosen, cases, parse_modes(modes), at_once, **settings)
+
+
+def _scale(kind: str) -> Scale:
+    return "gpu" if kind == "cuda" else "cpu" if kind == "cpu" else "fake"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return TypeAdapter(dict[str, Any]).validate_python(json.loads(text))
+    except (ValueError, ValidationError):
+        raise typer.BadParameter(f"--engine-args {text} is no JSON object.") from None
+
+
+def _list() -> None:
+    from langgraph_pingpong.bench.modes import MODES
+    from langgraph_pingpong.bench.profiles import PROFILES
+
+    console = Console()
+    for mode in MODES.values():
+        console.print(f"{mode.name}: {mode.about}", highlight=False)
+    for profile in PROFILES.values():
+        values = ", ".join(profile.values["gpu"])
+        console.print(f"\n{profile.name} ({values}): {profile.about}", highlight=False)
