@@ -194,9 +194,9 @@ class EnginePool:
         index = self._placement.for_edge(upstream.index, upstream.index + ahead, ids, salt, time.monotonic())
         return None if index is None else self._reserve(index)
 
-    def lease_beside(self, upstream: Lease) -> Lease:
-        """Reserve a place for an edge on the very device of its upstream."""
-        return self._reserve(upstream.index)
+    def lease_beside(self, upstream: Lease) -> Lease | None:
+        """Reserve a place for an edge on the very device of its upstream; None if that failed."""
+        return self._reserve(upstream.index) if upstream.up else None
 
     def _reserve(self, index: int) -> Lease:
         self._placement.leases[index] += 1

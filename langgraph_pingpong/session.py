@@ -180,8 +180,8 @@ class Session:
         self.pool.health.traces.add(call.trace)
         edge = self._claim(call)
         prefilled = edge.finalize(call.request) if edge else Prefilled()
-        begun = edge.take_answer(call.request) if edge else None
         lease, prefilled = self._lease(call, edge, prefilled)
+        begun = edge.take_answer(call.request) if edge and lease is edge.lease else None
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
         finished = False
@@ -208,6 +208,7 @@ class Session:
         if edge is not None and edge.lease.up:
             return edge.lease, prefilled
         if edge is not None:
+            edge.stop()
             edge.lease.release()
             prefilled = _lost(prefilled)
         request = call.request
@@ -380,7 +381,8 @@ def _after(moving: MovingAnswer, prefilled: Prefilled) -> Prefilled:
 def _lost(prefilled: Prefilled) -> Prefilled:
     """What an edge was worth whose device failed before its call was answered."""
     wasted = prefilled.static + prefilled.streamed + prefilled.wasted
-    return replace(prefilled, static=0, streamed=0, wasted=wasted, fallback=prefilled.fallback or "its device failed")
+    reason = prefilled.fallback or "its device failed"
+    return replace(prefilled, static=0, streamed=0, wasted=wasted, ready=0, fallback=reason)
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

@@ -119,7 +119,7 @@ class TestCalls:
         assert placed(down=[0]).for_call(0, PROMPT, None, 0.0) in (1, 2)
         assert placed(down=[0, 1, 2]).for_call(1, PROMPT, None, 0.0) == 1
 
-    @settings(max_examples=200)
+    @settings(max_examples=200, deadline=None)
     @given(st.data())
     def test_are_never_refused_and_never_go_where_nothing_works(self, data: st.DataObject) -> None:
         size = data.draw(st.integers(1, 5))

@@ -15,7 +15,7 @@ from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.speculation import Speculation
 from langgraph_pingpong.tokens import ChatTemplate
-from tests.conftest import wait_until
+from tests.conftest import going_on, wait_until
 from tests.growing_prompts import WRITER, growing_with
 from tests.shipped_tokenizers import qwen, sentencepiece, smollm2, tekken
 
@@ -112,6 +112,30 @@ class TestAnswersBegunAhead:
             model.pool.planner._samplings._last.clear()
             assert graph.invoke(TASK) == expected
         assert record.certificate("critic")["ids_equal"]
+
+    @pytest.mark.parametrize("event", ["speculation.started", "finalize", "first_token"])
+    @pytest.mark.parametrize("comes_back", [True, False])
+    def test_on_a_device_that_dies_leave_the_answer_to_another(self, lab: Lab, event: str, comes_back: bool) -> None:
+        engines = [lab.engine(f"fake:{index}", reply=going_on(), decode_speed=400.0) for index in range(2)]
+        model = lab.model(engines)
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        expected = [graph.invoke(TASK) for _ in range(3)]
+        assert record.certificate("critic")["ready"] > 0
+        engines[1].fail_restart = None if comes_back else OSError("no such process")
+
+        def die(each: Any) -> None:
+            if (each.name, each.node) == (event, "critic"):
+                engines[1].die()
+
+        with model.trace.subscribed(die):
+            assert graph.invoke(TASK) == expected[0]
+        certificate = record.certificate("critic")
+        assert certificate["device"] == "fake:0" or comes_back
+        assert certificate["ids_equal"]
+        assert certificate["output_tokens"] == len(expected[0]["note"])
+        assert "died" in certificate["fallback"] or "failed" in certificate["fallback"]
+        model.pool.close()
 
     def test_wait_for_an_idle_device(self, lab: Lab) -> None:
         model = lab.model(1, overlap="off")
