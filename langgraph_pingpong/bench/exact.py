@@ -17,7 +17,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -225,7 +224,6 @@ def summary(lines: Sequence[Line]) -> str:
     modes = list(dict.fromkeys(run["exact"] for run in runs))
     head = ["exact", "compared runs", "prompts as rendered", "runs with equal texts", "answers to equal prompts"]
     head += ["equal token by token", "log-probabilities equal to the bit", "parted within 0.1", "wrong hits"]
-    head += ["end to end off, ms", "on, ms"]
     parts = [
         "# Answers with edges off and on",
         *map(told, setups),
@@ -251,7 +249,6 @@ def _row(mode: str, runs: Sequence[Line]) -> list[str]:
         str(sum(each["logprobs_equal"] for each in compared)),
         str(len(near)),
         str(len(gaps) - len(near)),
-        *(f"{mean(run[overlap]['e2e_ms'] for run in runs):.0f}" for overlap in MODES),
     ]
 
 
