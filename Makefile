@@ -6,7 +6,7 @@ DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input g
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo bench test suites check install-cpu install-cuda
+.PHONY: demo bench results test suites check install-cpu install-cuda
 
 demo: .venv/.ready
 	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
@@ -14,6 +14,10 @@ demo: .venv/.ready
 # Five compared runs of the demo, alternating; writes docs/results/demo-cpu.md and .jsonl.
 bench: .venv/.ready
 	.venv/bin/python -m langgraph_pingpong.bench.demo --runs 5 --max-tokens 64 --output docs/results/demo-cpu
+
+# Brings the reports beside the committed results, and the README's table of them, up to date.
+results: .venv/.ready
+	.venv/bin/python -m langgraph_pingpong.bench.results
 
 test: .venv/.ready
 	.venv/bin/pytest

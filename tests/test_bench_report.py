@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from langgraph_pingpong.bench.document import Heading, Picture, Table, Text, to_html, to_markdown
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.report import report
+from langgraph_pingpong.bench.results import BEGIN, END, committed, main, section, title_of, with_section
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import OtherResults
 
@@ -136,3 +137,33 @@ def test_lines_of_a_file_are_plain_json(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "chain.jsonl").read_text().splitlines()]
     assert list(lines[0]) == ["setup"]
     assert "session" in lines[1]
+
+
+def test_committed_results_get_a_report_and_a_table_in_the_readme(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results, readme = tmp_path / "docs" / "results", tmp_path / "README.md"
+    results.mkdir(parents=True)
+    for name in ("chain", "grid"):
+        (results / f"{name}.jsonl").write_text((folder / f"{name}.jsonl").read_text())
+    (results / "other.jsonl").write_text('{"setup": {"seed": 1}}\n{"run": 0}\n')
+    readme.write_text(f"Before.\n\n{BEGIN}\n{END}\n\nAfter.\n")
+    main(results, readme)
+    text = readme.read_text()
+    assert text.startswith(f"Before.\n\n{BEGIN}\n\n| ") and text.endswith(f"{END}\n\nAfter.\n")
+    rows = [row for row in text.splitlines() if row.startswith("|")][2:]
+    assert [row.split(" | ")[1] for row in rows] == ["serial", "pingpong", "pingpong-many", "dp2-serial"]
+    title = title_of(committed(results)[results / "chain.jsonl"])
+    assert rows[0].startswith(f"| [{title}](docs/results/chain.md) | serial | 2 |")
+    assert "(docs/results/grid.md): 8 cases, 16 runs." in text
+    assert sorted(path.name for path in results.glob("*.md")) == ["chain.md", "grid.md"]
+    assert with_section(text, section(committed(results), tmp_path)) == text
+    lines = (results / "chain.jsonl").read_text().splitlines(keepends=True)
+    (results / "chain.jsonl").write_text("".join(lines[:-1]))
+    assert with_section(text, section(committed(results), tmp_path)) != text
+
+
+def test_without_results_the_readme_says_nothing(tmp_path: Path) -> None:
+    readme = f"{BEGIN}\nsomething old\n{END}\n"
+    assert with_section(readme, section(committed(tmp_path), tmp_path)) == f"{BEGIN}\n{END}\n"
+    with pytest.raises(ValueError, match="lacks the lines"):
+        with_section("nothing", "")

@@ -20,7 +20,9 @@ MANY_CASES = 3
 def report(results: Results, name: str, baseline: str | None = None) -> list[Block]:
     """The report on one file; `name` tells its pictures apart from those of others."""
     compared = compare(results, baseline)
-    blocks: list[Block] = [Heading(results.setup["profile"], 1), Text(results.setup["about"])]
+    setup = results.setup
+    blocks: list[Block] = [Heading(setup.get("title") or setup["profile"], 1)]
+    blocks.append(Text(f"{setup['profile']}: {setup['about']}"))
     blocks += [Text(text) for text in circumstances(results)]
     if not compared:
         return [*blocks, Text("No run was counted yet.")]

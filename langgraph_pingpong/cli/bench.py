@@ -98,6 +98,7 @@ def bench(  # noqa: PLR0913 - a parameter for each option
     stop_after: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Begin no run that would end later than that.")
     ] = None,
+    title: Annotated[str, typer.Option(help="What reports call the file.")] = "",
     show: Annotated[bool, typer.Option("--list", help="Show modes and profiles, and exit.")] = False,
 ) -> None:
     """Measure a workload in several modes, one program, run by run, and keep every run.
@@ -135,7 +136,7 @@ def bench(  # noqa: PLR0913 - a parameter for each option
             lazy=lazy,
         )
         console = Console()
-        kit = Kit(plan, settings, console, {"temperature": temperature, "seed": seed}, stop_after)
+        kit = Kit(plan, settings, console, {"temperature": temperature, "seed": seed}, title, stop_after)
         left = kit.run(output)
         rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
         console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
