@@ -12,7 +12,7 @@ from typing import Any, Self
 from langgraph_pingpong.bench.modes import Mode, Place
 from langgraph_pingpong.bench.recording import Recorder
 from langgraph_pingpong.chat_model import ChatPingPong
-from langgraph_pingpong.config import Device, count_devices, parse_devices
+from langgraph_pingpong.config import Device, count_devices, default_devices, parse_devices
 from langgraph_pingpong.engines.fake_engine import FakeEngine
 from langgraph_pingpong.errors import DeviceError
 from langgraph_pingpong.exact import Exact
@@ -198,10 +198,19 @@ def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {**defaults, **given, **both}
 
 
-def parse_places(text: str) -> list[str]:
-    """Devices from a list with commas; a bare number is a GPU where the machine has any, else a CPU engine."""
-    kind = "cuda" if any(part.strip().isdigit() for part in text.split(",")) and count_devices("cuda") else "cpu"
-    return [f"{kind}:{part.strip()}" if part.strip().isdigit() else part.strip() for part in text.split(",")]
+def places_of(text: str | None) -> list[str]:
+    """Devices from a list with commas, or those that the machine has; a bare number is a GPU where there are any.
+
+    Raises:
+        DeviceError: one is malformed or named twice.
+    """
+    if not text:
+        return list(default_devices())
+    names = [name.strip() for name in text.split(",")]
+    kind = "cuda" if any(map(str.isdigit, names)) and count_devices("cuda") else "cpu"
+    devices = [f"{kind}:{name}" if name.isdigit() else name for name in names]
+    parse_devices(devices)
+    return devices
 
 
 def _set_speeds(pool: EnginePool, gain: float) -> None:

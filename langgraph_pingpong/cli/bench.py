@@ -118,7 +118,7 @@ def bench(  # noqa: PLR0913 - a parameter for each option
             max_model_len=max_model_len,
             gpu_memory_utilization=gpu_memory_utilization,
             exact=exact,
-            engine_args=_json_object(engine_args),
+            engine_args=read_engine_args(engine_args),
         )
         plan = _plan(
             profile,
@@ -143,12 +143,9 @@ def bench(  # noqa: PLR0913 - a parameter for each option
 
 
 def _settings(devices: str | None, **settings: Any) -> EngineSettings:
-    from langgraph_pingpong.bench.engine_sets import EngineSettings, parse_places
-    from langgraph_pingpong.config import default_devices, parse_devices
+    from langgraph_pingpong.bench.engine_sets import EngineSettings, places_of
 
-    names = parse_places(devices) if devices else list(default_devices())
-    parse_devices(names)
-    return EngineSettings(names, **settings)
+    return EngineSettings(places_of(devices), **settings)
 
 
 def _plan(profile: str, modes: str, scale: Scale, values: list[str], chains: str, **settings: Any) -> Plan:
@@ -168,7 +165,12 @@ def _scale(kind: str) -> Scale:
     return "gpu" if kind == "cuda" else "cpu" if kind == "cpu" else "fake"
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def read_engine_args(text: str) -> dict[str, Any]:
+    """A JSON object from the text of `--engine-args`.
+
+    Raises:
+        BadParameter: it is none.
+    """
     try:
         return TypeAdapter(dict[str, Any]).validate_python(json.loads(text))
     except (ValueError, ValidationError):
