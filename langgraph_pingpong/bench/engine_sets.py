@@ -27,6 +27,9 @@ TP_ARGS: Mapping[str, Any] = {
 TP_WEIGHT = 0.6
 """Memory of an engine over two GPUs on each of them, against one on a single GPU: half the weights, all the rest."""
 
+FEW, FEW_SHARE, MANY_SHARE = 3, 0.85, 0.92
+"""Of a GPU's memory, what so many engines on it may take together by default, and what more of them may."""
+
 FAKE_PREFILL, FAKE_DECODE, FAKE_TP_GAIN = 20_000.0, 1_000.0, 1.6
 """Speeds of modelled engines (tokens/s), and how much faster one over two devices is. They model no contention."""
 
@@ -56,14 +59,15 @@ class SetKey:
 class EngineSettings:
     """What engines are built with, under vLLM's names.
 
-    `gpu_memory_utilization` is the share of a GPU's memory that all engines on it may take together.
+    `gpu_memory_utilization` is the share of a GPU's memory that all engines on it may take together; None is 0.85, or
+    more where many engines share a GPU: each has its own copy of the weights, and there is less need to be careful.
     """
 
     devices: Sequence[str]
     model: str | None = None
     dtype: str | None = None
     max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: float | None = None
     exact: Exact = "ids"
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -114,7 +118,8 @@ class EngineSets:
         """
         if self._settings.kind == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        shares = memory_shares(self.keys, self._settings.devices, self._settings.gpu_memory_utilization)
+        total = self._settings.gpu_memory_utilization or (FEW_SHARE if len(self.keys) <= FEW else MANY_SHARE)
+        shares = memory_shares(self.keys, self._settings.devices, total)
         for key in self.keys:
             places = self._settings.devices[: 1 if key.place == "one" else None]
             told(f"Starting {key} on {', '.join(places)}")

@@ -43,9 +43,13 @@ ModelName = Annotated[
 Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_ENGINES)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer.", rich_help_panel=_ENGINES)]
 GpuMemory = Annotated[
-    float,
+    float | None,
     typer.Option(
-        min=0.01, max=1.0, help="Share of a GPU's memory for all engines on it together.", rich_help_panel=_ENGINES
+        min=0.01,
+        max=1.0,
+        help="Share of a GPU's memory for all engines on it together.",
+        show_default="0.85, or 0.92 for more than three",
+        rich_help_panel=_ENGINES,
     ),
 ]
 ExactName = Annotated[Exact, typer.Option(help="ids, or bits for engines that always round alike.")]
@@ -82,7 +86,7 @@ def bench(  # noqa: PLR0913 - a parameter for each option
     model: ModelName = None,
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
-    gpu_memory_utilization: GpuMemory = 0.85,
+    gpu_memory_utilization: GpuMemory = None,
     exact: ExactName = "ids",
     engine_args: EngineArgs = "{}",
     defer: Defer = True,

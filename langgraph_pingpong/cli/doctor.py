@@ -95,7 +95,7 @@ def _fit(settings: EngineSettings) -> tuple[Sizes | None, Fit | None]:
     config = EngineConfig(resolve_model(settings.model), parse_devices(settings.devices), dtype=settings.dtype)
     sizes = sizes_of(config)
     cache_gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
-    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization, cache_gib)
+    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization or 0.85, cache_gib)
 
 
 def _measure(settings: EngineSettings, tp: bool) -> tuple[Speeds, Speeds | None, bool]:
