@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
@@ -21,18 +20,18 @@ from pydantic import PrivateAttr
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
-from langgraph_pingpong.edges import running_task
+from langgraph_pingpong.edges import RunningTask, running_task
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
-from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.planning import PlannedCall, cache_salt, planner_of
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
+from langgraph_pingpong.run_ends import close_with_graph
 from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
-from langgraph_pingpong.session import Call, Certificate, Session, session_of
+from langgraph_pingpong.session import Call, Certificate, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS, Settings
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
@@ -284,16 +283,18 @@ class ChatPingPong(Settings):
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
         sampling, read = self._reading(serving, terms, ids)
         request = Request(ids, {"max_tokens": room, **sampling}, cache_salt=cache_salt(config))
+        decode = serving.decoder(sampling)
         if task is None:
-            return _Prepared(serving, Call(request, read=read, trace=self._trace))
+            return _Prepared(serving, Call(request, read=read, trace=self._trace, decode=decode))
         key = CallKey(task.site, push=task.push)
-        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace)
-        if self.overlap == "off" or len(serving.pool.engines) < 2:
-            return _Prepared(serving, call, task.owner)
+        same_device = self.overlap == "same-device"
+        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace, decode, same_device)
+        if self.overlap == "off" or (len(serving.pool.engines) < 2 and not same_device):
+            return _Prepared(serving, call, task)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
         turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
         begin = partial(planner_of(serving.pool).begin, task, turns, serving.template, shaping, others)
-        return _Prepared(serving, call, task.owner, begin)
+        return _Prepared(serving, call, task, begin)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""
@@ -318,11 +319,12 @@ class ChatPingPong(Settings):
 
     async def _answer(self, prepared: _Prepared) -> AsyncGenerator[Answer]:
         pool = prepared.serving.pool
-        session, call = session_of(prepared.owner, pool), prepared.call
+        call, task = prepared.call, prepared.task
+        session = session_of(task.owner if task else None, pool)
         planned = self._begin(prepared)
         if planned is not None:
             call = replace(call, key=planned.record.key, plan=planned.plan)
-            planned.close_with_graph(partial(_close, pool.loop, weakref.ref(session)))
+        close_with_graph(session, task, planned)
         content: list[str] = []
         answer: str | None = None
         try:
@@ -355,20 +357,8 @@ class _Prepared:
 
     serving: Serving
     call: Call
-    owner: object = None
+    task: RunningTask | None = None
     begin: Callable[[], PlannedCall] | None = None
-
-
-def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:
-    """The run of a graph is over. The session is held weakly: waiting for that must not keep the engines alive."""
-    if (alive := session()) is not None:
-        loop.call_soon(_end_graph, alive, graph)
-
-
-def _end_graph(session: Session, graph: tuple[str, ...]) -> None:
-    session.close(graph)
-    if not graph:  # of the run's own graph: nothing follows any more
-        planner_of(session.pool).forget(session.owner)
 
 
 def _single(terms: Terms) -> Terms:

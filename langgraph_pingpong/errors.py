@@ -185,7 +185,7 @@ class EngineStartFailed(EngineError):
 class EngineDead(EngineError):
     """The engine's process ended while it was needed."""
 
-    hint = "Create a new model or pool; the engine's log says why its process ended."
+    hint = "If it was closed, create a new model or pool; if it died, it is started again, and its log says why."
 
 
 class ServerFailed(EngineError):

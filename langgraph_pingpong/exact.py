@@ -57,25 +57,18 @@ _CHANGE_SHAPES = (
 )
 
 
-def exact_args(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of vLLM's engine that make answers equal to the bit on devices of a kind.
+def exact_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of vLLM's engine that make every prompt come in the same shapes.
 
     Raises:
         NotExact: an argument that was given contradicts one of them.
     """
-    if batch_invariant(kind):
-        return {}
     chunk = given.get("block_size") or given.get("max_num_batched_tokens") or CHUNK
     needed = {"block_size": chunk, "max_num_batched_tokens": chunk, **_SAME_SHAPES, **dict.fromkeys(_CHANGE_SHAPES)}
     for name, value in given.items():
         if name in needed and value != needed[name]:
             raise NotExact(f"{name}={value!r} contradicts exact='bits', which needs {name}={needed[name]!r} here.")
     return {name: value for name, value in needed.items() if name not in _CHANGE_SHAPES}
-
-
-def exact_environment(kind: str) -> dict[str, str]:
-    """The variables that vLLM reads for the same purpose."""
-    return {BATCH_INVARIANT: "1"} if batch_invariant(kind) else {}
 
 
 def check_exact(exact: str) -> None:

@@ -18,7 +18,6 @@ from langchain_core.runnables import RunnableConfig
 
 from langgraph_pingpong.edges.book import Answers, CallRecord, RunBook, Shaping, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
-    RunningTask,
     input_of,
     spec_of,
     state_of,
@@ -26,6 +25,7 @@ from langgraph_pingpong.edges.langgraph_internals import (
 )
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
+from langgraph_pingpong.edges.tasks import RunningTask
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool

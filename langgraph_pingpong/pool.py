@@ -1,39 +1,105 @@
-"""Which device serves or prefills what. Choosing reserves: a lease counts from the moment it is handed out."""
+"""Engines and who uses them. Choosing reserves: a lease counts from the moment it is handed out."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from langgraph_pingpong.engines.base import Engine
+from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
 from langgraph_pingpong.errors import DeviceError, EngineDead
+from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.loop import LoopThread
+from langgraph_pingpong.placement import Placement
 
 
 class Lease:
-    """A reserved place on one engine, used on the pool's loop thread only."""
+    """A reserved place on one engine, used on the pool's loop thread only.
+
+    Requests go through it, so that the pool knows what each engine has cached, how fast it is, and when it fails.
+    """
 
     def __init__(self, pool: EnginePool, index: int) -> None:
         self._pool = pool
         self.index = index
         """The engine's position in the pool."""
+        self._life = pool.health.lives[index]
         self._held = True
+        self._noted = False
 
     @property
     def engine(self) -> Engine:
         """The engine this lease is for."""
         return self._pool.engines[self.index]
 
+    @property
+    def up(self) -> bool:
+        """Whether the engine serves, as far as is known, and did so ever since it was leased."""
+        pool, index = self._pool, self.index
+        return pool._placement.places[index].up and pool.health.lives[index] == self._life
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+        """The engine's answer to a request; see `Engine.generate`."""
+        index, placement = self.index, self._pool._placement
+        ids, salt = request.prompt_token_ids, request.cache_salt
+        placement.computed(index, ids, salt)
+        said: list[int] = []
+        before: float | None = None
+        with self._pool.health.watching(index):
+            async with aclosing(self.engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    now = time.monotonic()
+                    if before is not None and delta.token_ids:
+                        self._pool._token_took(index, (now - before) / len(delta.token_ids), len(ids), now)
+                    before = now
+                    said += delta.token_ids if delta.index == 0 else ()
+                    yield delta
+        placement.computed(index, (*ids, *said[:-1]), salt)  # the last token was sampled and not computed
+
+    async def prefill(self, request: Request) -> int | None:
+        """Compute the KV cache of a prompt; see `Engine.prefill`."""
+        index = self.index
+        with self._pool.health.watching(index):
+            cached = await self.engine.prefill(request)
+        if not self._noted:  # what it grows by is noted with its answer: an append should cost the same at any length
+            self._noted = True
+            self._pool._placement.computed(index, request.prompt_token_ids, request.cache_salt)
+        return cached
+
+    async def append(self, appends: Appends, ids: Sequence[int], salt: str | None) -> int | None:
+        """Compute the prompt up to the end of `ids`, which begin with what it has; see `Appends.append`."""
+        begins = not appends.tokens
+        with self._pool.health.watching(self.index):
+            found = await appends.append(ids[appends.tokens :])
+        if begins and found is not None:  # not with each piece: the keys of all before it would be made again
+            self._pool._placement.computed(self.index, ids, salt)
+        return found
+
+    def move(self, failed: Collection[int], request: Request) -> bool:
+        """Move to an engine that is up, for a request that others `failed`; whether there is one."""
+        placement = self._pool._placement
+        among = [index for index in range(len(self._pool.engines)) if index not in failed]
+        index = placement.for_rest(self.index, among, request.prompt_token_ids, request.cache_salt)
+        if index is None:
+            return False
+        if self._held:
+            placement.leases[self.index] -= 1
+            placement.leases[index] += 1
+        self.index, self._life = index, self._pool.health.lives[index]
+        return True
+
     def release(self) -> None:
         """Give the place back. Safe to call twice."""
         if self._held:
             self._held = False
-            self._pool._loads[self.index] -= 1
+            self._pool._placement.leases[self.index] -= 1
 
 
 class EnginePool:
@@ -56,11 +122,13 @@ class EnginePool:
         """The sessions on this pool; session.py fills it. They end with the pool."""
         self.planner: Any = None
         """What was learned from the runs on this pool; planning.py fills it."""
-        self._loads = [0] * len(self.engines)
+        self._placement = Placement(len(self.engines))
+        self.health = Health(self.engines, self._placement)
+        """Which engines are up, and who is told of it."""
         self._loop = LoopThread()
         self._starting = threading.Lock()
         self._started = False
-        self._finalizer = weakref.finalize(self, _shut_down, self.engines, self._loop)
+        self._finalizer = weakref.finalize(self, _shut_down, self.engines, self.health, self._loop)
 
     @property
     def loop(self) -> LoopThread:
@@ -101,28 +169,49 @@ class EnginePool:
     async def _start_engines(self) -> None:
         # One after the other: a second engine takes the compiled code of the first from its cache, and memory is
         # measured by difference, which another engine starting meanwhile would spoil.
-        for engine in self.engines:
+        for index, engine in enumerate(self.engines):
             await engine.start()
+            self.health.serves(index)
 
     def close(self) -> None:
         """Shut the engines down and end the loop thread. Safe to call twice."""
         self._finalizer()
 
-    def lease(self, preferred: int, avoid: int | None = None) -> Lease:
-        """Reserve a place on the engine at position `preferred` (modulo the pool's size).
+    def lease(self, preferred: int, ids: Sequence[int] = (), salt: str | None = None) -> Lease:
+        """Reserve a place for a call whose turn is at position `preferred` (modulo the pool's size).
 
-        If that is position `avoid`, the least loaded of the others is taken; with one engine there is no other.
+        `ids` and `salt` are those of its prompt; placement.py says when another engine is taken.
         """
-        size = len(self.engines)
-        index = preferred % size
-        if index == avoid and size > 1:
-            index = min((i for i in range(size) if i != avoid), key=self._loads.__getitem__)
-        self._loads[index] += 1
+        return self._reserve(self._placement.for_call(preferred, ids, salt, time.monotonic()))
+
+    def lease_ahead(
+        self, upstream: Lease, ahead: int, ids: Sequence[int] = (), salt: str | None = None
+    ) -> Lease | None:
+        """Reserve a place for the edge to a prompt that begins with `ids`, `ahead` positions behind its upstream's.
+
+        None if the call will do better without an edge; placement.py says when.
+        """
+        index = self._placement.for_edge(upstream.index, upstream.index + ahead, ids, salt, time.monotonic())
+        return None if index is None else self._reserve(index)
+
+    def lease_beside(self, upstream: Lease) -> Lease:
+        """Reserve a place for an edge on the very device of its upstream."""
+        return self._reserve(upstream.index)
+
+    def _reserve(self, index: int) -> Lease:
+        self._placement.leases[index] += 1
         return Lease(self, index)
 
-    def least_loaded(self) -> int:
-        """The position of the engine with the fewest leases, the first of several."""
-        return min(range(len(self.engines)), key=self._loads.__getitem__)
+    def start_of_run(self) -> int:
+        """The position of the engine where the next run starts."""
+        open_runs = [0] * len(self.engines)
+        for run in self.runs.values():
+            open_runs[run.start] += run.is_open
+        return self._placement.start(open_runs, time.monotonic())
+
+    def _token_took(self, index: int, seconds: float, prompt_tokens: int, now: float) -> None:
+        if times := self._placement.token_took(index, seconds, prompt_tokens, now):
+            self.health.emit("device.slow", index, times_slower=times)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix on every engine, for a cold start."""
@@ -130,13 +219,17 @@ class EnginePool:
         self._loop.run(self._reset())
 
     async def _reset(self) -> None:
-        for engine in self.engines:
-            await engine.reset_prefix_cache()
+        self._placement.forget_cached()
+        for index, engine in enumerate(self.engines):
+            if self._placement.places[index].up:  # one that is down comes back with nothing cached
+                with contextlib.suppress(*FAILED), self.health.watching(index):
+                    await engine.reset_prefix_cache()
 
     def __repr__(self) -> str:
-        """Devices with their leases, for example `<EnginePool cpu:0=1 cpu:1=0>`."""
-        loads = " ".join(f"{e.device}={load}" for e, load in zip(self.engines, self._loads, strict=True))
-        return f"<EnginePool {loads}{' closed' if self.closed else ''}>"
+        """Devices with their leases, for example `<EnginePool cpu:0=1 cpu:1=0(down)>`."""
+        state = zip(self.engines, self._placement.leases, self._placement.places, strict=True)
+        shown = " ".join(f"{engine.device}={leases}{'' if place.up else '(down)'}" for engine, leases, place in state)
+        return f"<EnginePool {shown}{' closed' if self.closed else ''}>"
 
     def __enter__(self) -> Self:
         self.start()
@@ -157,14 +250,15 @@ class EnginePool:
         return self
 
 
-def _shut_down(engines: Sequence[Engine], loop: LoopThread) -> None:
+def _shut_down(engines: Sequence[Engine], health: Health, loop: LoopThread) -> None:
     """Runs at close, at collection or at interpreter exit, whichever comes first."""
     if loop.is_current():  # collected while a callback ran here: the loop cannot wait for its own end
-        threading.Thread(target=_shut_down, args=(engines, loop)).start()
+        threading.Thread(target=_shut_down, args=(engines, health, loop)).start()
         return
-    loop.run(_stop_all(engines))
+    loop.run(_stop_all(engines, health))
     loop.close()
 
 
-async def _stop_all(engines: Sequence[Engine]) -> None:
+async def _stop_all(engines: Sequence[Engine], health: Health) -> None:
+    await health.close()
     await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)

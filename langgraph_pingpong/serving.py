@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import (
     EngineConfig,
@@ -24,10 +25,12 @@ from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any, Self
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Self
 
     from transformers import PreTrainedTokenizerBase
+
+    from langgraph_pingpong.failover import Decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class Serving:
     pool: EnginePool
     template: ChatTemplate
     context: int | None
+
+    def decoder(self, sampling: Mapping[str, Any]) -> Decode:
+        """From the ids of an answer that is sampled like this to its text, as engines show it."""
+        decode: Any = self.template.tokenizer.decode
+        skip = sampling.get("skip_special_tokens", True)
+        return partial(decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
+from langgraph_pingpong.failover import Decode, MovingAnswer
 from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.speculation import Speculation
@@ -43,7 +44,8 @@ class Call:
     `key` says which call of the graph it is and `step` the superstep; outside a graph they are None and 0.
     `plan` gives the calls expected next; with `defer` their prefill waits for this call's first token. `read` takes
     the answer apart: only its content is passed on to them. `trace` gets the call's events and those of the edges it
-    opens.
+    opens. `decode` makes text of ids as the engine does; without it an answer that has begun cannot go on elsewhere.
+    With `same_device` the next prompts are prefilled where this call is answered, and the whole run stays there.
     """
 
     request: Request
@@ -53,6 +55,8 @@ class Call:
     defer: bool = True
     read: Reader = all_content
     trace: Trace = field(default_factory=Trace)
+    decode: Decode | None = None
+    same_device: bool = False
 
     @property
     def node(self) -> str:
@@ -70,6 +74,7 @@ class Certificate:
     were there when the call came. `ttft_ms` counts from the moment the
     upstream finished (for a first node from its own start) to the first token, `total_ms` from there to the last.
     `ids_equal` compares the ids the engine answered with the fully rendered prompt. `source` tells who foresaw it.
+    `fallback` tells what went wrong with the edge, and which engines failed on the way to `device`.
     """
 
     node: str
@@ -147,15 +152,22 @@ class Session:
 
     pool: EnginePool
     start: int
-    """The device of the run's first call; the i-th call goes to device (start + i) mod N."""
+    """The device of the run's first call; the turn of the i-th call is at device (start + i) mod N."""
     owner: object = None
     """Kept so that the run's identity is not reused while the session lives."""
     name: str = field(default_factory=lambda: uuid4().hex[:12])
+    is_open: bool = True
+    """Whether more calls may come."""
     _calls: int = 0
     _last_finish: float | None = None
     _edges: dict[CallKey, StreamingEdge] = field(default_factory=dict)
     _said: dict[CallKey, list[str]] = field(default_factory=dict)
     _ended: dict[CallKey, None] = field(default_factory=dict)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call was made yet."""
+        return not self._calls
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple[Delta, Said, Certificate | None]]:
         """Stream the answer to a call, also taken apart; the certificate comes with the last delta.
@@ -164,10 +176,12 @@ class Session:
             EngineError: the engine that answers failed.
         """
         since = self._last_finish or time.monotonic()
+        self.is_open = True
+        self.pool.health.traces.add(call.trace)
         edge = self._claim(call)
         prefilled = edge.finalize(call.request) if edge else Prefilled()
         begun = edge.take_answer(call.request) if edge else None
-        lease = edge.lease if edge else self.pool.lease(self.start + self._calls)
+        lease, prefilled = self._lease(call, edge, prefilled)
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
         finished = False
@@ -189,24 +203,34 @@ class Session:
             lease.release()
             await outgoing.close(finished)
 
+    def _lease(self, call: Call, edge: StreamingEdge | None, prefilled: Prefilled) -> tuple[Lease, Prefilled]:
+        """A place for a call: that of its edge, unless its device died."""
+        if edge is not None and edge.lease.up:
+            return edge.lease, prefilled
+        if edge is not None:
+            edge.lease.release()
+            prefilled = _lost(prefilled)
+        request = call.request
+        turn = self.start + (0 if call.same_device else self._calls)
+        return self.pool.lease(turn, request.prompt_token_ids, request.cache_salt), prefilled
+
     async def _generate(
         self, call: Call, lease: Lease, prefilled: Prefilled, since: float, begun: Speculation | None
     ) -> AsyncGenerator[tuple[Delta, Certificate | None]]:
         """The engine's deltas, measured and checked."""
-        device, ids = lease.engine.device, call.request.prompt_token_ids
-        emit = partial(self.emit, call.trace)
-        emit("generate.started", call.node, device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
+        ids, emit = call.request.prompt_token_ids, partial(self.emit, call.trace, node=call.node)
+        emit("generate.started", device=lease.engine.device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
+        moving = MovingAnswer(self.pool, lease, call.request, call.decode, partial(emit, "failover"), begun)
         seen: tuple[int, ...] | None = None
         cached: int | None = None
         said, ttft_ms, unfinished = 0, 0.0, call.request.sampling.get("n", 1)
-        answer = begun.deltas() if begun else lease.engine.generate(call.request)
-        async with aclosing(answer) as deltas:
+        async with aclosing(moving.deltas()) as deltas:
             async for delta in deltas:
                 cached = cached if delta.num_cached_tokens is None else delta.num_cached_tokens
                 if seen is None:
                     seen = delta.prompt_token_ids or ()
                     ttft_ms = _ms_since(since)
-                    emit("first_token", call.node, device, ttft_ms=ttft_ms, cached=cached)
+                    emit("first_token", device=lease.engine.device, ttft_ms=ttft_ms, cached=cached)
                 said += len(delta.token_ids)
                 unfinished -= delta.finish_reason is not None
                 if unfinished:
@@ -214,16 +238,16 @@ class Session:
                     continue
                 certificate = Certificate(
                     node=call.node,
-                    device=device,
+                    device=lease.engine.device,
                     prompt_tokens=len(ids),
-                    output_tokens=said,
-                    ids_equal=seen == ids,
+                    output_tokens=said - moving.left_out,
+                    ids_equal=seen == ids and moving.ids_equal,
                     cached=cached,
                     ttft_ms=ttft_ms,
                     total_ms=_ms_since(since),
-                    **asdict(prefilled),
+                    **asdict(_after(moving, prefilled)),
                 )
-                emit("finish", call.node, device, certificate=certificate.to_dict())
+                emit("finish", device=lease.engine.device, certificate=certificate.to_dict())
                 yield delta, certificate
 
     # -- edges ---------------------------------------------------------------------------------------------
@@ -277,10 +301,16 @@ class Session:
         earlier = self._edges.get(upcoming.key)
         if earlier is not None and earlier.upcoming.prompt.reach >= upcoming.prompt.reach:
             return
-        place = earlier.lease if earlier else self.pool.lease(lease.index + ahead, avoid=lease.index)
+        if earlier is not None and not earlier.lease.up:
+            self.drop(earlier, "its device failed")
+            earlier = None
+        place = earlier.lease if earlier else self._place(upcoming, upstream, lease, ahead)
+        if place is None:
+            self.emit(upstream.trace, "edge.quiet", upcoming.key.node, lease.engine.device, source=upcoming.source)
+            return
         assert upstream.key is not None, "only calls of a graph have edges"
-        emit = partial(self.emit, upstream.trace)
-        edge = StreamingEdge(upcoming, upstream.key, place, emit, upstream.request.cache_salt)
+        salt, emit = upstream.request.cache_salt, partial(self.emit, upstream.trace)
+        edge = StreamingEdge(upcoming, upstream.key, place, emit, salt)
         self._edges[upcoming.key] = edge
         for key, said in self._said.items():
             edge.feed(key, "".join(said))
@@ -288,6 +318,12 @@ class Session:
                 edge.finish(key)
         if earlier is not None:
             edge.take_over(earlier)
+
+    def _place(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> Lease | None:
+        """Where an edge prefills: on another device than its upstream's, unless it shall be the same."""
+        if upstream.same_device:
+            return self.pool.lease_beside(lease)
+        return self.pool.lease_ahead(lease, ahead, upcoming.prompt.ids, upstream.request.cache_salt)
 
     def drop(self, edge: StreamingEdge, reason: str) -> None:
         """Forget an edge that no call will claim."""
@@ -309,6 +345,7 @@ class Session:
         for edge in list(self._edges.values()):
             if edge.upcoming.key.site[: len(graph)] == graph:
                 self.drop(edge, "run ended")
+        self.is_open = self.is_open and bool(graph)
 
     def emit(self, trace: Trace, name: str, node: str, device: str, **data: Any) -> float:
         """Record an event of this run; returns its time (s, monotonic)."""
@@ -322,14 +359,28 @@ def session_of(owner: object | None, pool: EnginePool) -> Session:
     (`owner` None) is a run of its own.
     """
     if owner is None:
-        return Session(pool, pool.least_loaded())
+        return Session(pool, pool.start_of_run())
     session = pool.runs.get(id(owner))
     if session is None:
-        session = pool.runs[id(owner)] = Session(pool, pool.least_loaded(), owner)
+        session = pool.runs[id(owner)] = Session(pool, pool.start_of_run(), owner)
     pool.runs.move_to_end(id(owner))
     if len(pool.runs) > MAX_RUNS:
         pool.runs.popitem(last=False)[1].close()
     return session
+
+
+def _after(moving: MovingAnswer, prefilled: Prefilled) -> Prefilled:
+    """What an edge was worth, after the answer came from where it came from."""
+    failed = "; ".join(f"{device}: {why}" for device, why in moving.failed.items())
+    if moving.began_anew:
+        prefilled = _lost(prefilled)
+    return replace(prefilled, fallback="; ".join(filter(None, (prefilled.fallback, failed))) or None)
+
+
+def _lost(prefilled: Prefilled) -> Prefilled:
+    """What an edge was worth whose device failed before its call was answered."""
+    wasted = prefilled.static + prefilled.streamed + prefilled.wasted
+    return replace(prefilled, static=0, streamed=0, wasted=wasted, fallback=prefilled.fallback or "its device failed")
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

@@ -60,11 +60,15 @@ class Settings(ConfigAwareChatModel):
     streaming: bool = False
     """Let `invoke` tell callbacks of each token, too."""
     timeout: float | None = Field(default=None, gt=0)
-    """How long a call may take from when its prompt is ready to its last token, in seconds."""
-    max_retries: int | None = Field(default=None, ge=0)
-    """How often the OpenAI client may send a request to a server again; None is its own default.
+    """How long a call may take from when its prompt is ready to its last token, in seconds.
 
-    Engines in this process have no requests that get lost: nothing is sent again.
+    Of several servers each may be silent for its share of that time; then another one goes on.
+    """
+    max_retries: int | None = Field(default=None, ge=0)
+    """How often the OpenAI client may send a request to the same server again.
+
+    None is its own default with one server, and 0 with several, where the request goes to another one. Engines in this
+    process have no requests that get lost: nothing is sent again.
     """
     api_key: SecretStr | None = Field(default=None, exclude=True)
     """The key that servers ask for. Engines in this process ask for none.

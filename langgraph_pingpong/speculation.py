@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from langgraph_pingpong.engines.base import Delta, Engine, Request
+from langgraph_pingpong.engines.base import Delta, Request
 
 
 class Speculation:
     """One answer that was begun ahead of its call."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, generate: Callable[[Request], AsyncGenerator[Delta]], request: Request) -> None:
         self.request = request
         self.ready = 0
         """Tokens of the answer that are there."""
@@ -26,7 +26,7 @@ class Speculation:
         """How long the first of them took, once it is there."""
         self._failed = False
         self._started = time.monotonic()
-        self._engine = engine
+        self._generate = generate
         self._deltas: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._read())
 
@@ -65,7 +65,7 @@ class Speculation:
 
     async def _read(self) -> None:
         try:
-            async with aclosing(self._engine.generate(self.request)) as deltas:
+            async with aclosing(self._generate(self.request)) as deltas:
                 async for delta in deltas:
                     if self.first_ms is None:
                         self.first_ms = self.age_ms

@@ -141,11 +141,11 @@ class StreamingEdge:
         """As a delta while the engine keeps the prompt open, else as a request with the whole prefix."""
         ids = self.upcoming.prompt.ids
         if self._open is not None:
-            found = await self._open.append(ids[self._open.tokens : tokens])
+            found = await self.lease.append(self._open, ids[:tokens], self._cache_salt)
             if found is not None:
                 return found
             self._open = None
-        return await self.lease.engine.prefill(Request(tuple(ids[:tokens]), cache_salt=self._cache_salt))
+        return await self.lease.prefill(Request(tuple(ids[:tokens]), cache_salt=self._cache_salt))
 
     # -- the answer, begun ahead ---------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class StreamingEdge:
         if not ended and self._next_append() > self._sent:
             return False
         full = {"max_tokens": engine.max_model_len - len(ids), **sampling}
-        self._speculation = Speculation(engine, Request(ids, full, cache_salt=self._cache_salt))
+        self._speculation = Speculation(self.lease.generate, Request(ids, full, cache_salt=self._cache_salt))
         self._emit("speculation.started", prompt_tokens=len(ids), ended=ended)
         return True
 

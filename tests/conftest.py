@@ -25,11 +25,13 @@ from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, agent_node
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer, pseudo_words
+from langgraph_pingpong.streaming_edge import StreamingEdge
 from langgraph_pingpong.trace import Event
 
 pytest_plugins = ("tests.engines_fixture",)
 
 QUIET_WITHIN_S = 3.0
+ASSISTANT = "<|im_start|>assistant\n"
 RULES = "Answer in short sentences and leave nothing out. " * 2
 
 
@@ -156,6 +158,18 @@ def reply_by_node(replies: Mapping[str, str]) -> Callable[[str], str]:
     return reply
 
 
+def going_on(text_of: Callable[[str], str] = lambda prompt: pseudo_words(prompt)[:56]) -> Callable[[str], str]:
+    """A model that goes on where an answer that has begun stands at the end of its prompt."""
+
+    def reply(prompt: str) -> str:
+        asked, _, said = prompt.rpartition(ASSISTANT)
+        whole = text_of(asked)
+        assert whole.startswith(said)
+        return whole[len(said) :]
+
+    return reply
+
+
 @pytest.fixture
 def lab() -> Lab:
     return Lab()
@@ -168,8 +182,8 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for pool in _alive(pools):
         if not pool.closed and all(isinstance(engine, FakeEngine) for engine in pool.engines):
-            wait_until(lambda pool=pool: not _tasks(pool), QUIET_WITHIN_S, f"quiet on {pool}")
-            assert set(pool._loads) == {0}, f"leases are held: {pool}"
+            wait_until(lambda pool=pool: not tasks_on(pool), QUIET_WITHIN_S, f"quiet on {pool}")
+            assert leases_on(pool) == 0, f"leases are held: {pool}"
             pool.close()
     assert [engine for engine in _alive(engines) if engine.num_unfinished] == []
 
@@ -190,7 +204,19 @@ def _remember(monkeypatch: pytest.MonkeyPatch, kind: type) -> list[weakref.ref[A
     return made
 
 
-def _tasks(pool: EnginePool) -> list[Any]:
+def leases_on(pool: EnginePool) -> int:
+    """How many places are reserved, on all engines together."""
+    return sum(pool._placement.leases)
+
+
+def edges_on(pool: EnginePool) -> list[StreamingEdge]:
+    """The edges of all runs that wait for their downstream call."""
+    return [edge for run in pool.runs.values() for edge in run._edges.values()]
+
+
+def tasks_on(pool: EnginePool) -> list[Any]:
+    """What still runs on the pool's loop."""
+
     async def others() -> list[Any]:
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, config
 from langgraph_pingpong.config import EngineConfig, check_devices, context_limit, cores_for, gpus_of, parse_devices
-from langgraph_pingpong.engines import vllm_engine
+from langgraph_pingpong.engines import vllm_engine, vllm_setup
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.errors import (
@@ -177,9 +177,9 @@ class TestModels:
 
 class TestVllm:
     def test_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
-        found = vllm_engine.importlib.util.find_spec
+        found = vllm_setup.importlib.util.find_spec
         monkeypatch.setattr(
-            vllm_engine.importlib.util, "find_spec", lambda name, *_: None if name == "vllm" else found(name)
+            vllm_setup.importlib.util, "find_spec", lambda name, *_: None if name == "vllm" else found(name)
         )
         model = ChatPingPong(model=str(model_folder), **REAL)
         refused(EngineNotInstalled, r'pip install "langgraph-pingpong\[cuda\]"', lambda: model.invoke("Hello."))
@@ -206,7 +206,7 @@ class TestVllm:
     @staticmethod
     def free_gib(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
         memory = SimpleNamespace(available=int(gib * (1 << 30)))
-        monkeypatch.setattr(vllm_engine.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(vllm_setup.psutil, "virtual_memory", lambda: memory)
 
 
 class TestSettings:

@@ -412,7 +412,10 @@ def test_an_engine_error_is_shown_with_its_hint(tune: Callable[..., None], stopp
     tune(fail_generate=EngineDead("The engine on fake:0 died."), fail_after_tokens=8)
     result = chain_run("chain")
     assert result.exit_code == 1
-    assert result.stderr == f"Error: The engine on fake:0 died.\n{EngineDead.hint}\n"
+    died = "The engine on fake:0 died."
+    assert (
+        result.stderr == f"Error: No engine is left for this call. fake:1: {died} fake:0: {died}\n{EngineDead.hint}\n"
+    )
     assert "planner · fake:0 · not complete" in result.stdout  # what had been said is not lost
     assert sorted(stopped) == ["fake:0", "fake:1"]
 

@@ -649,12 +649,13 @@ class TestConditionalEdges:
 
     def test_subgraphs_and_agents_behind_it_are_entered(self, model: ChatPingPong) -> None:
         agent = create_agent(model, [tide_time], system_prompt=f"You are the agent. {RULES}")
-        asker = ChatPromptTemplate.from_messages(
-            [("system", f"You are asked. {RULES}"), MessagesPlaceholder("messages")]
-        )
-        talker = agent_node(model, prompt=asker, writes=lambda answer: {"messages": [answer]})
-        builder = StateGraph(MessagesState).add_node("asker", talker).add_node("agent", agent)
-        builder.add_node("review", chain(("critic", talker), schema=MessagesState))
+
+        def talker(role: str) -> Any:
+            prompt = ChatPromptTemplate.from_messages([("system", f"{role} {RULES}"), MessagesPlaceholder("messages")])
+            return agent_node(model, prompt=prompt, writes=lambda answer: {"messages": [answer]})
+
+        builder = StateGraph(MessagesState).add_node("asker", talker("You are asked.")).add_node("agent", agent)
+        builder.add_node("review", chain(("critic", talker("You judge.")), schema=MessagesState))
         builder.add_edge(START, "asker").add_conditional_edges("asker", lambda s: "agent", ["agent", "review"])
         agent.invoke({"messages": ["Hello."]})  # vLLM's parsers are imported now, which would keep the run that does it
         _, seen, events = watched(model, builder.compile(), {"messages": [HumanMessage("Hello.", id="1")]})

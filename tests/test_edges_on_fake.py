@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from langgraph_pingpong.errors import EngineDead, PromptTooLong, UnknownSetting
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt
 from langgraph_pingpong.session import Call, Certificate, Session
 from langgraph_pingpong.streaming_edge import Upcoming
+from tests.conftest import edges_on
 from tests.growing_prompts import CRITIC, WRITER, is_probe
 
 if TYPE_CHECKING:
@@ -186,18 +188,6 @@ class HangingAbort(FakeEngine):
             await asyncio.sleep(0.4)
 
 
-class Dead(FakeEngine):
-    """Its process has ended."""
-
-    @property  # type: ignore[override]
-    def block_size(self) -> int:
-        raise EngineDead("gone")
-
-    @block_size.setter
-    def block_size(self, value: int) -> None:
-        pass
-
-
 class SlowPrefill(FakeEngine):
     """Prefills take two seconds, answers none."""
 
@@ -261,13 +251,15 @@ class TestFaultyPrefill:
         assert "KeyError" in record.certificate("critic")["fallback"]
 
     def test_on_a_dead_device_leaves_the_upstream_alone(self, lab: Lab) -> None:
-        model = lab.model([lab.engine("fake:0"), lab.engine("fake:1", kind=Dead)])
+        expected = baseline(lab, ("writer", "critic"))
+        model = lab.model([lab.engine("fake:0"), lab.engine("fake:1", fail_restart=OSError("gone"))]).start()
         record = lab.record(model)
-        with pytest.raises(EngineDead):
-            lab.chain(model).invoke(TASK)
-        assert record.certificate("writer")["output_tokens"] == len(baseline(lab, ("writer",))["writer"])
+        lab.engines[1].die()
+        assert lab.chain(model).invoke(TASK) == expected
         (failed,) = record.named("append.failed", "critic")
         assert "EngineDead" in failed.data["error"]
+        assert record.certificate("critic")["device"] == "fake:0"
+        model.pool.close()
 
     def test_that_is_slow_to_abort_does_not_outlive_a_cancelled_call(self, lab: Lab) -> None:
         engines = [lab.engine("fake:0"), lab.engine("fake:1", kind=HangingAbort)]
@@ -424,9 +416,13 @@ class TestBrokenRuns:
         assert dropped.data["wasted"] > 0
         assert repr(model.pool) == "<EnginePool fake:0=0 fake:1=0>"
 
-    def test_a_downstream_that_is_never_called_gives_its_place_back(self, lab: Lab) -> None:
+    @pytest.mark.parametrize(("takes_s", "reason"), [(0.0, "run ended"), (0.5, "unclaimed")])
+    def test_a_downstream_that_is_never_called_gives_its_place_back(
+        self, lab: Lab, takes_s: float, reason: str
+    ) -> None:
         def prompt(state: Mapping[str, str]) -> str:
             if not is_probe(state["writer"]):
+                time.sleep(takes_s)
                 raise ValueError("no such text")
             return state["writer"]
 
@@ -434,7 +430,7 @@ class TestBrokenRuns:
         record = lab.record(model)
         with pytest.raises(ValueError, match="no such text"):
             lab.chain(model, prompts={"critic": prompt}).invoke(TASK)
-        assert record.wait_for("edge.dropped", "critic", 2).data["reason"] == "unclaimed"
+        assert record.wait_for("edge.dropped", "critic", 2).data["reason"] == reason
 
     def test_an_edge_past_its_superstep_is_dropped_at_the_next_call(
         self, lab: Lab, monkeypatch: pytest.MonkeyPatch
@@ -455,15 +451,23 @@ class TestBrokenRuns:
     def test_closing_the_pool_ends_waiting_edges(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(streaming_edge, "UNCLAIMED_AFTER_S", 30.0)
         model = lab.model()
+        record = lab.record(model)
+        closed = threading.Event()
 
         def prompt(state: Mapping[str, str]) -> str:
-            return state["writer"] if is_probe(state["writer"]) else {}["no prompt"]
+            if not is_probe(state["writer"]):
+                assert closed.wait(5)
+            return state["writer"]
 
-        with pytest.raises(KeyError):
-            lab.chain(model, prompts={"critic": prompt}).invoke(TASK)
-        started = time.monotonic()
-        model.pool.close()
-        assert time.monotonic() - started < 1
+        with ThreadPoolExecutor(1) as threads:
+            run = threads.submit(lab.chain(model, prompts={"critic": prompt}).invoke, TASK)
+            record.wait_for("finish", "writer")
+            assert edges_on(model.pool)
+            started = time.monotonic()
+            model.pool.close()
+            assert time.monotonic() - started < 1
+            closed.set()
+            assert isinstance(run.exception(), EngineDead)
 
     def expect_quiet(self, lab: Lab, record: Recorder, model: ChatPingPong) -> None:
         """Within a second: no request, no edge, and the downstream never ran."""

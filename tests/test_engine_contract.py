@@ -328,6 +328,29 @@ def test_a_prompt_that_is_too_long_is_refused(subject: Subject) -> None:
     assert text(subject.answer())
 
 
+def test_a_restart_keeps_no_request_hanging_and_serves_again(subject: Subject) -> None:
+    """Open requests fail, or go on where the engine is a server; what was true of the engine stays true."""
+    engine = subject.engine
+    expected, known = text(subject.answer()), (engine.device, engine.block_size, engine.max_model_len)
+
+    async def restart() -> list[Delta] | BaseException:
+        async def ask() -> list[Delta]:
+            async with asyncio.timeout(120):
+                return await deltas(engine, subject.request(max_tokens=100, ignore_eos=True))
+
+        open_request = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        await engine.restart()
+        (outcome,) = await asyncio.gather(open_request, return_exceptions=True)
+        return outcome
+
+    outcome = subject.run(restart())
+    assert isinstance(outcome, EngineDead) or outcome[-1].finish_reason is not None
+    assert (engine.device, engine.block_size, engine.max_model_len) == known
+    assert engine.num_unfinished == 0
+    assert text(subject.answer()) == expected
+
+
 def test_stopping_twice_is_safe_and_ends_the_service(subject: Subject) -> None:
     subject.run(subject.spare.stop())
     subject.run(subject.spare.stop())

@@ -17,7 +17,7 @@ from langgraph_pingpong.bench.exact import _Answers
 from langgraph_pingpong.config import EngineConfig, cores_for, parse_devices, usable_cores
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.engines.server_processes import server_command
-from langgraph_pingpong.engines.vllm_engine import engine_environment
+from langgraph_pingpong.engines.vllm_setup import engine_environment
 from langgraph_pingpong.errors import NotExact, SettingOfServers
 from langgraph_pingpong.pool import EnginePool
 from tests.engines_fixture import DEVICES
@@ -177,10 +177,13 @@ DOCUMENTS = ("bakery_oven", "river_gauge", "school_bicycles")
 @pytest.fixture(scope="module")
 def bits_model() -> Iterator[ChatPingPong]:
     """Two engines in bfloat16, where a rounding often tips a near tie."""
-    with ChatPingPong(
-        devices=DEVICES, dtype="bfloat16", exact="bits", temperature=0.0, max_tokens=24, max_model_len=2048
-    ) as model:
-        yield model
+    settings: dict[str, Any] = {"devices": DEVICES, "dtype": "bfloat16", "max_model_len": 2048}
+    if DEVICES[0].startswith("cuda"):
+        settings["gpu_memory_utilization"] = 0.2  # other engines and servers stand beside these
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        with ChatPingPong(**settings, exact="bits", temperature=0.0, max_tokens=24) as model:
+            yield model
 
 
 def run(model: ChatPingPong, overlap: str, document: str) -> list[dict[str, Any]]:

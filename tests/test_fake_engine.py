@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from langgraph_pingpong import FakeEngine
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
+from langgraph_pingpong.errors import EngineDead
 
 TOKENIZER = fake_tokenizer()
 
@@ -195,6 +196,46 @@ class TestFaults:
                 said.append(delta.text)
         assert said == ["a", "b", "c", "d"][:after]
         assert fake.num_unfinished == 0
+
+
+class TestDeath:
+    @pytest.mark.parametrize("when", [0.0, 0.03])
+    async def test_ends_what_runs_and_what_comes_until_a_restart(self, when: float) -> None:
+        fake = engine(time_scale=1.0, prefill_speed=400.0, decode_speed=20.0, prefill_gate=asyncio.Event())
+        running = [asyncio.create_task(text(fake, request())), asyncio.create_task(fake.prefill(request()))]
+        await asyncio.sleep(when)
+        fake.die()
+        async with asyncio.timeout(0.1):
+            outcomes = await asyncio.gather(*running, fake.prefill(request()), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineDead] * 3
+        assert fake.num_unfinished == 0
+        await fake.restart()
+        fake.prefill_gate, fake.time_scale = None, 0.0
+        assert await text(fake, request())
+        assert fake.restarts == 1
+
+    async def test_takes_the_cache_with_it(self) -> None:
+        fake = engine()
+        await fake.prefill(request(range(64)))
+        fake.die()
+        await fake.restart()
+        assert await fake.prefill(request(range(64))) == 0
+
+    async def test_may_be_for_good(self) -> None:
+        fake = engine(fail_restart=OSError("no memory"))
+        fake.die()
+        with pytest.raises(OSError, match="no memory"):
+            await fake.restart()
+        with pytest.raises(EngineDead):
+            await text(fake, request())
+
+    async def test_ends_a_request_that_was_open_over_a_restart(self) -> None:
+        fake = engine(time_scale=1.0, decode_speed=20.0)
+        running = asyncio.create_task(text(fake, request()))
+        await asyncio.sleep(0.03)
+        await fake.restart()
+        with pytest.raises(EngineDead):
+            await running
 
 
 def test_the_tokenizer_has_one_token_a_byte_and_words_as_pretokens() -> None:

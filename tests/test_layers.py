@@ -20,12 +20,15 @@ LAYERS = """
 errors
 trace segments engines.base exact same_device
 growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
-tokens pool
-growing_prompt
+tokens placement
+health growing_prompt
+pool
+failover
 streaming_edge edges
-engines.fake_engine engines.vllm_appends
+engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
+run_ends
 calls calling answers
 settings
 chat_model
@@ -38,7 +41,7 @@ HOSTS = {
     "langgraph_sdk": (),
     "langchain": (),
     "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers", "engines.prompt_scheduler"),
-    "openai": ("engines.server_engine", "engines.server_processes"),
+    "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine", "bench.doctor"),
     "matplotlib": ("viz",),
@@ -49,7 +52,20 @@ HOSTS = {
 }
 """Which modules may import a host, there included what is below them."""
 
-BELOW_THE_HOSTS = ("trace", "segments", "growing", "config", "tokens", "loop", "pool", "session", "engines")
+BELOW_THE_HOSTS = (
+    "trace",
+    "segments",
+    "growing",
+    "config",
+    "tokens",
+    "loop",
+    "pool",
+    "placement",
+    "health",
+    "failover",
+    "session",
+    "engines",
+)
 """Modules that know nothing of LangChain. `errors` knows its name for a prompt that is too long."""
 
 

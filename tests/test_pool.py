@@ -59,18 +59,18 @@ def threads_of(pool: EnginePool) -> list[threading.Thread]:
 
 
 class TestLeases:
-    def test_the_preferred_engine_is_given_whatever_its_load(self) -> None:
+    def test_the_engine_whose_turn_it_is_is_given(self) -> None:
         pool = pool_of(FakeEngine, FakeEngine)
         assert [pool.lease(index).index for index in (0, 0, 1, 2, 5)] == [0, 0, 1, 0, 1]
         assert repr(pool) == "<EnginePool fake:0=3 fake:1=2>"
 
     def test_a_lease_counts_from_the_moment_it_is_handed_out(self) -> None:
         pool = pool_of(FakeEngine, FakeEngine, FakeEngine)
-        first = pool.lease(pool.least_loaded())
-        second = pool.lease(pool.least_loaded())
-        assert (first.index, second.index, pool.least_loaded()) == (0, 1, 2)
+        first = pool.lease(pool.start_of_run())
+        second = pool.lease(pool.start_of_run())
+        assert (first.index, second.index, pool.start_of_run()) == (0, 1, 2)
         first.release()
-        assert pool.least_loaded() == 0
+        assert pool.start_of_run() == 0
 
     def test_releasing_twice_counts_once(self) -> None:
         pool = pool_of(FakeEngine)
@@ -79,13 +79,16 @@ class TestLeases:
         lease.release()
         assert repr(pool) == "<EnginePool fake:0=1>"
 
-    def test_the_engine_to_avoid_gives_way_to_the_least_loaded_other(self) -> None:
+    def test_an_edge_gets_the_least_loaded_other_where_its_turn_is_at_its_upstreams(self) -> None:
         pool = pool_of(FakeEngine, FakeEngine, FakeEngine)
+        upstream = pool.lease(0)
         pool.lease(1)
-        assert pool.lease(3, avoid=0).index == 2
+        ahead = pool.lease_ahead(upstream, 3)
+        assert ahead is not None and ahead.index == 2
 
-    def test_a_single_engine_cannot_be_avoided(self) -> None:
-        assert pool_of(FakeEngine).lease(1, avoid=0).index == 0
+    def test_on_a_single_engine_there_is_no_place_for_an_edge(self) -> None:
+        pool = pool_of(FakeEngine)
+        assert pool.lease_ahead(pool.lease(0), 1) is None
 
     def test_a_pool_needs_an_engine(self) -> None:
         with pytest.raises(DeviceError, match="at least one engine"):
@@ -262,17 +265,24 @@ class TestMemory:
         model = lab.model()
         record = lab.record(model)
 
+        forgotten = threading.Event()
+
         def prompt(state: Any) -> str:
-            return {}["no prompt"] if state["writer"].startswith("Enough") else state["writer"]
+            if state["writer"].startswith("Enough"):
+                assert forgotten.wait(5)
+            return "You are the critic. " + state["writer"]
 
         graph = lab.chain(model, prompts={"critic": prompt})
         for engine in lab.engines:
             engine.reply = lambda prompt: "Enough " * 10
-        with pytest.raises(KeyError):
-            graph.invoke({"task": "Stop there."})
-        assert not record.named("edge.dropped")
-        lab.chain(model, ("writer",)).invoke({"task": "Another run."})
-        assert record.named("edge.dropped", "critic")[0].data["reason"] == "run ended"
+        with ThreadPoolExecutor(1) as threads:
+            run = threads.submit(graph.invoke, {"task": "Take a while."})
+            record.wait_for("finish", "writer")
+            assert not record.named("edge.dropped")
+            lab.chain(model, ("writer",)).invoke({"task": "Another run."})
+            assert record.named("edge.dropped", "critic")[0].data["reason"] == "run ended"
+            forgotten.set()
+            assert run.result()["critic"] == "Enough " * 10
 
     def test_nothing_of_the_graph_is_kept_after_a_run(self, lab: Lab) -> None:
         model = lab.model()

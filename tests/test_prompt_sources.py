@@ -329,8 +329,8 @@ class TestLearned:
     def test_calls_that_come_no_more_are_forgotten(self, model: ChatPingPong) -> None:
         def thinker(state: State) -> Any:
             text = state["task"]
-            for _ in range(state.get("a") or 1):
-                text = ask(model, "Mend it.", text)
+            for number in range(state.get("a") or 1):
+                text = ask(model, f"{number} times was it mended: do so again.", text)
             return {"plan": text}
 
         builder = StateGraph(State)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import psutil
 import pytest
 from langgraph.graph.state import CompiledStateGraph
 
@@ -233,22 +235,46 @@ def test_leaving_a_stream_early_frees_the_engines(real_model: ChatPingPong) -> N
 
 
 SCRIPT = """
-    import json
+    import json, os, signal
     from langgraph_pingpong import ChatPingPong
+
+    def stream(model):
+        return model.stream("Tell a long story.", max_tokens=400)
+
     {guard}
-        with ChatPingPong(devices={devices}, max_tokens=4, max_model_len=512) as model:
-            import psutil
-            children = [p.name() for p in psutil.Process().children()]
-            print(json.dumps({{"text": model.invoke("Hi").text, "children": len(children)}}))
+        import psutil
+        model = ChatPingPong(devices={devices}, max_tokens=4, max_model_len=512).start()
+        children = [p.pid for p in psutil.Process().children()]
+        said = [model.invoke("Hi").text]
+        try:
+            for _ in stream(model):
+                os.killpg(0, signal.SIGINT)
+        except KeyboardInterrupt:
+            unfinished = [engine.num_unfinished for engine in model._serving().pool.engines]
+        said += [model.invoke("Hi").text, model.invoke("Hi").text]
+        print(json.dumps({{"said": said, "children": children, "unfinished": unfinished}}))
+        left_open = stream(model)
+        next(left_open)
 """
 
 
-def test_guarded_script_starts_two_engines_and_ends_cleanly(tmp_path: Path) -> None:
+def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole group of processes at a terminal or in a notebook; it ends calls, not engines."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":', devices=DEVICES)))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        start_new_session=True,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["text"]
-    assert result["children"] >= 2
+    assert result["said"][0]
+    assert len(set(result["said"])) == 1
+    assert result["unfinished"] == [0, 0]
+    assert len(result["children"]) >= 2
     assert "Traceback" not in done.stderr
+    assert [pid for pid in result["children"] if psutil.pid_exists(pid)] == []

@@ -21,7 +21,7 @@ from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines import vllm_engine
 from langgraph_pingpong.engines.server_processes import LocalServers, server_command
-from langgraph_pingpong.engines.vllm_engine import engine_environment
+from langgraph_pingpong.engines.vllm_setup import engine_environment
 
 STAND_IN = """
     import json, os, subprocess, sys, threading, time

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
 from graphs.five_agents import CHAIN
-from langgraph_pingpong import ChatPingPong, FakeEngine, engine_pool
+from langgraph_pingpong import ChatPingPong, FakeEngine, engine_pool, health
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import ServerAddress, ServerConfig, parse_base_urls
 from langgraph_pingpong.engines import server_engine
@@ -43,6 +43,8 @@ from langgraph_pingpong.errors import (
     WrongServer,
 )
 from langgraph_pingpong.loop import LoopThread
+from langgraph_pingpong.trace import Event
+from tests.conftest import going_on, wait_until
 from tests.stub_server import Fault, StubServer
 
 if TYPE_CHECKING:
@@ -588,6 +590,110 @@ def test_a_pool_of_servers_is_shared(two_stubs: list[StubServer], tmp_path: Path
         texts = [ChatPingPong(pool=pool, max_tokens=8, tokenizer=TOKENIZER).invoke("Hello.").content for _ in range(2)]
     assert texts[0] == texts[1]
     assert [engine.device for engine in pool.engines] == names(two_stubs)
+
+
+class TestFailover:
+    """Where a server fails, the run finishes on the other; when it is well again, it is used again."""
+
+    @pytest.fixture(autouse=True)
+    def going_on(self, two_stubs: list[StubServer], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.05)
+        monkeypatch.setattr(health, "MAX_PAUSE_S", 0.1)
+        monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 0.3)
+        for server in two_stubs:
+            server.engine.reply = going_on()
+
+    def expected(self, two_stubs: list[StubServer], lab: Lab) -> dict[str, Any]:
+        with model_on(two_stubs, overlap="off") as model:
+            return lab.chain(model).invoke({"task": "Say it."})
+
+    @pytest.mark.parametrize("broken", [0, 1])
+    @pytest.mark.parametrize("case", [each for each in DURING if each != "400"])
+    def test_a_run_is_the_same_when_a_server_fails(
+        self, case: str, broken: int, two_stubs: list[StubServer], lab: Lab
+    ) -> None:
+        expected = self.expected(two_stubs, lab)
+        with model_on(two_stubs, timeout=2.0).start() as model:
+            record = lab.record(model)
+            two_stubs[broken].fault = DURING[case][0]
+            graph = lab.chain(model)
+            for _ in range(2):
+                assert graph.invoke({"task": "Say it."}) == expected
+            assert digests(record)[:2] == digests(record)[2:]
+            for event in record.named("finish"):
+                assert event.data["certificate"]["device"] == names(two_stubs)[1 - broken]
+                assert event.data["certificate"]["ids_equal"]
+                assert event.data["certificate"]["output_tokens"] == 40
+            assert record.named("engine.died")[0].device == names(two_stubs)[broken]
+            assert not record.named("engine.gave_up")
+            two_stubs[broken].fault = None
+            record.wait_for("engine.restarted")
+            assert graph.invoke({"task": "Say it."}) == expected
+            assert {event.device for event in record.named("finish")[-2:]} == {*names(two_stubs)}
+
+    def test_a_server_that_drains_in_mid_run_is_left(self, two_stubs: list[StubServer], lab: Lab) -> None:
+        expected = self.expected(two_stubs, lab)
+        with model_on(two_stubs) as model:
+            record = lab.record(model)
+
+            def drain(event: Event) -> None:
+                if (event.name, event.node) == ("finalize", "critic"):
+                    two_stubs[1].fault = answers(503, "draining", "text/plain")
+
+            model.trace.subscribe(drain)
+            assert lab.chain(model).invoke({"task": "Say it."}) == expected
+            certificate = record.certificate("critic")
+            assert certificate["device"] == names(two_stubs)[0]
+            assert "status 503: draining" in certificate["fallback"]
+
+    def test_a_refused_call_is_not_sent_to_the_other(self, two_stubs: list[StubServer]) -> None:
+        with model_on(two_stubs).start() as model:
+            two_stubs[0].fault = answers(400)
+            for server in two_stubs:
+                server.bodies.clear()
+            with pytest.raises(CallRefused, match="out of order"):
+                model.invoke("Hello.")
+            assert two_stubs[1].bodies == []
+
+    def test_all_failed_is_one_error_with_every_cause(self, two_stubs: list[StubServer]) -> None:
+        with model_on(two_stubs).start() as model:
+            two_stubs[0].fault, two_stubs[1].fault = answers(500), resets()
+            with pytest.raises(ServerFailed) as caught:
+                model.invoke("Hello.")
+            said, (first, second) = str(caught.value), names(two_stubs)
+            assert f"{first}: {first} answered with status 500: out of order" in said
+            assert f"{second}: The connection to {second} failed" in said
+            two_stubs[0].fault = two_stubs[1].fault = None
+            until_up(model)
+            assert model.invoke("Hello.").text
+
+    def test_a_server_that_serves_another_model_by_now_is_given_up(
+        self, two_stubs: list[StubServer], lab: Lab, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with model_on(two_stubs).start() as model:
+            record = lab.record(model)
+            two_stubs[0].fault, two_stubs[0].model = answers(500), "other"
+            assert model.invoke("Hello.").text
+            gave_up = record.wait_for("engine.gave_up")
+            assert "serves other" in gave_up.data["error"]
+            assert [each.levelname for each in caplog.records if each.name.startswith("langgraph_pingpong")] == [
+                "WARNING"
+            ]
+            assert model.invoke("Hello, you.").text
+
+    def test_asking_a_server_again_leaves_its_other_requests_alone(self, two_stubs: list[StubServer]) -> None:
+        with model_on(two_stubs, max_tokens=200).start() as model:
+            pool = model._serving().pool
+            stream = model.stream("Tell me.")
+            text = next(stream).text
+            pool.loop.run(pool.engines[0].restart())
+            text += "".join(chunk.text for chunk in stream)
+            assert text == model.invoke("Tell me.").text
+
+
+def until_up(model: ChatPingPong) -> None:
+    places = model._serving().pool._placement.places
+    wait_until(lambda: all(place.up for place in places), 3, "return of all servers")
 
 
 class TestCommandLine:

@@ -148,7 +148,7 @@ class TestSpeculation:
     async def test_gives_what_came_and_what_comes(self) -> None:
         engine = FakeEngine(time_scale=1.0, decode_speed=500.0)
         request = Request(tuple(range(40)), {"max_tokens": 20})
-        speculation = Speculation(engine, request)
+        speculation = Speculation(engine.generate, request)
         await asyncio.sleep(0.02)
         assert 0 < speculation.ready < 20
         said = [delta async for delta in speculation.deltas()]
@@ -158,7 +158,7 @@ class TestSpeculation:
 
     async def test_aborts_its_request_when_it_is_left(self) -> None:
         engine = FakeEngine(time_scale=1.0, decode_speed=500.0)
-        speculation = Speculation(engine, Request(tuple(range(40)), {"max_tokens": 500}))
+        speculation = Speculation(engine.generate, Request(tuple(range(40)), {"max_tokens": 500}))
         answer = speculation.deltas()
         assert isinstance(await anext(answer), Delta)
         await answer.aclose()
@@ -168,7 +168,7 @@ class TestSpeculation:
     async def test_fits_the_same_request_only(self) -> None:
         engine = FakeEngine()
         mine = Request((1, 2, 3), {"max_tokens": 5}, cache_salt="a")
-        speculation = Speculation(engine, mine)
+        speculation = Speculation(engine.generate, mine)
         assert speculation.fits(Request((1, 2, 3), {"max_tokens": 5}, cache_salt="a"))
         assert not speculation.fits(Request((1, 2, 4), {"max_tokens": 5}, cache_salt="a"))
         assert not speculation.fits(Request((1, 2, 3), {"max_tokens": 6}, cache_salt="a"))
@@ -178,7 +178,7 @@ class TestSpeculation:
 
     async def test_that_failed_fits_nothing(self) -> None:
         request = Request((1, 2, 3), {"max_tokens": 5})
-        speculation = Speculation(FakeEngine(fail_generate=RuntimeError("no")), request)
+        speculation = Speculation(FakeEngine(fail_generate=RuntimeError("no")).generate, request)
         await speculation.stopped()
         assert not speculation.fits(request)
         with pytest.raises(RuntimeError, match="no"):

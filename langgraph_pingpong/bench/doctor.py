@@ -15,7 +15,7 @@ from langgraph_pingpong.bench.cost_model import Advice, Place, Speeds, Topology,
 from langgraph_pingpong.bench.document import Block, Heading, Table, Text
 from langgraph_pingpong.bench.machine import output_of
 from langgraph_pingpong.config import Device, EngineConfig, cores_for
-from langgraph_pingpong.engines.vllm_engine import GIB, weight_bytes
+from langgraph_pingpong.engines.vllm_setup import GIB, weight_bytes
 from langgraph_pingpong.errors import ModelNotFound
 
 _LINKS = {

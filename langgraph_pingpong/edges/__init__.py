@@ -1,9 +1,10 @@
 """Edges: which calls of the model come next, and what their prompts will be."""
 
 from langgraph_pingpong.edges.declared import AgentNode, agent_node
-from langgraph_pingpong.edges.langgraph_internals import RunningTask, running_task
+from langgraph_pingpong.edges.langgraph_internals import running_task, when_graph_ends
 from langgraph_pingpong.edges.options import NodeOptions, options_of, streaming_edges
 from langgraph_pingpong.edges.rehearsal import REHEARSAL, Rehearsal
+from langgraph_pingpong.edges.tasks import RunningTask
 
 __all__ = [
     "REHEARSAL",
@@ -15,4 +16,5 @@ __all__ = [
     "options_of",
     "running_task",
     "streaming_edges",
+    "when_graph_ends",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
-from langgraph_pingpong.edges.langgraph_internals import RunningTask
+from langgraph_pingpong.edges.tasks import RunningTask
 from langgraph_pingpong.edges.template import Message, Path, Sources
 from langgraph_pingpong.growing_prompt import CallKey
 

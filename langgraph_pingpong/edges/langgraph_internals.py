@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -24,51 +24,13 @@ from langchain_core.runnables import Runnable, RunnableConfig
 
 from langgraph_pingpong.edges.branches import may_send
 from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
+from langgraph_pingpong.edges.tasks import UNKNOWN, NextTask, RunningTask
 
 logger = logging.getLogger(__name__)
 
 TESTED = ((1, 2), (2, 0))
 """LangGraph versions from the first up to, not including, the second."""
 
-
-@dataclass(frozen=True, slots=True)
-class RunningTask:
-    """A node's task while it runs: where it stands in the graph, and the loop that runs it.
-
-    `site` names the enclosing graphs' nodes and the node; `push` is the position of a `Send`; `owner` is shared by
-    every task of one run.
-    """
-
-    site: tuple[str, ...]
-    push: int | None
-    step: int
-    attempt: int
-    owner: object
-    task_id: str
-    loop: Any
-    config: RunnableConfig
-
-
-@dataclass(frozen=True, slots=True)
-class NextTask:
-    """A task that would run next: its node as it was given to `add_node`, and the input and config it would get.
-
-    `specs` are the node's own object in the compiled graph and, before it, those of the subgraphs that were entered.
-    It is not `certain` if it lies behind a conditional edge that may lead elsewhere.
-    """
-
-    site: tuple[str, ...]
-    push: int | None
-    step: int
-    specs: tuple[Any, ...]
-    node: Runnable[Any, Any]
-    input: Any
-    config: RunnableConfig
-    certain: bool
-
-
-UNKNOWN = object()
-"""An update that cannot be told."""
 
 _REDUCERS = (operator.add, operator.or_, operator.and_, operator.mul, max, min)  # Python's own that make a new value
 
@@ -149,8 +111,14 @@ def state_of(task: RunningTask) -> Mapping[str, Any]:
 
 
 def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
-    """Call back when the run of the task's own graph is over: LangGraph lets go of its loop then."""
-    weakref.finalize(task.loop, callback).atexit = False
+    """Call back when the run of the task's own graph is over: LangGraph leaves its loop then, or lets go of it.
+
+    An error that somebody keeps, or that waits for the garbage collector, keeps the loop long after the run.
+    """
+    ended = weakref.finalize(task.loop, callback)  # calls back once, whatever comes first
+    ended.atexit = False
+    if stack := getattr(task.loop, "stack", None):
+        stack.callback(ended)
 
 
 def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:

@@ -37,7 +37,7 @@ from langsmith import tracing_context
 
 from langgraph_pingpong.edges.book import MAX_VALUES
 from langgraph_pingpong.edges.declared import to_messages
-from langgraph_pingpong.edges.langgraph_internals import UNKNOWN
+from langgraph_pingpong.edges.tasks import UNKNOWN
 
 Steps = Sequence[Runnable[Any, Any]]
 

@@ -18,9 +18,6 @@ from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.book import CallRecord, RunBook, Shaping, sources_of
 from langgraph_pingpong.edges.declared import AgentNode, Declared
 from langgraph_pingpong.edges.langgraph_internals import (
-    UNKNOWN,
-    NextTask,
-    RunningTask,
     entered,
     input_of,
     next_tasks,
@@ -33,6 +30,7 @@ from langgraph_pingpong.edges.learned import Expected, Memory
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.rehearsal import rehearse, returned
 from langgraph_pingpong.edges.sequences import model_sequence
+from langgraph_pingpong.edges.tasks import UNKNOWN, NextTask, RunningTask
 from langgraph_pingpong.edges.template import Message, Template, fill
 from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
 

@@ -130,11 +130,15 @@ class Engine(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV cache block: the grain in which a prefix is reused. Valid once started."""
+        """Tokens per KV cache block: the grain in which a prefix is reused. Valid from the first start on."""
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus answer, in tokens. Valid once started."""
+        """The longest prompt plus answer, in tokens. Valid from the first start on."""
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """How many tokens the prefix cache can hold, None where that is unknown. Valid from the first start on."""
 
     @property
     def piece_tokens(self) -> int:
@@ -151,6 +155,15 @@ class Engine(Protocol):
             ConfigError: the settings cannot work on this machine, or with this server.
             EngineStartFailed: the engine did not come up.
             ServerFailed: the server cannot be used.
+        """
+
+    async def restart(self) -> None:
+        """Bring an engine that failed back up; returns when it can serve. What it had cached may be lost.
+
+        Requests that are open on an engine in this process fail. A server is asked again what it serves.
+
+        Raises:
+            The same as `start`. The engine stays down, and may be restarted again.
         """
 
     async def stop(self) -> None:

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 Reply = Callable[[str], str | Sequence[Delta]]
 """From the prompt's text to the answer: a text, or exact deltas."""
 
+NOTICE_S = 0.01
+"""Within what time a request notices that its engine died, in seconds."""
+
+CLOCK_S = 1e-6
+"""What is left of a sleep is no reason for another one if it is shorter, in seconds."""
+
 _WORDS = (
     "tide",
     "pool",
@@ -103,7 +109,11 @@ class FakeAppends:
 
 @dataclass
 class FakeEngine:
-    """A modelled engine. Speeds are tokens per second; `fail_prefill` and `fail_generate` are raised when set."""
+    """A modelled engine. Speeds are tokens per second; `fail_prefill` and `fail_generate` are raised when set.
+
+    After `die()` running and later requests fail as those of a process that was killed, until `restart()`, which fails
+    with `fail_restart` where that is set.
+    """
 
     device: str = "fake:0"
     tokenizer: Any = field(default_factory=fake_tokenizer, repr=False)
@@ -117,6 +127,7 @@ class FakeEngine:
     fail_generate: Exception | None = None
     fail_after_tokens: int = 0
     """How many tokens are answered before `fail_generate` is raised."""
+    fail_restart: Exception | None = None
     prefill_gate: asyncio.Event | None = None
     """While set and not open, prefills wait."""
     piece_tokens: int = 256
@@ -131,8 +142,13 @@ class FakeEngine:
     appends: list[FakeAppends] = field(default_factory=list, repr=False)
     """The prompts that grow and are open."""
     starts: int = 0
+    restarts: int = 0
     stopped: bool = False
+    dead: bool = False
+    cache_tokens: int | None = None
+    """What `cache_tokens` of an engine tells; the modelled cache forgets nothing."""
     _cache: set[int] = field(default_factory=set, repr=False)
+    _lost: set[str] = field(default_factory=set, repr=False)
 
     @property
     def num_unfinished(self) -> int:
@@ -142,6 +158,25 @@ class FakeEngine:
     async def start(self) -> None:
         """Count the start; nothing needs bringing up."""
         self.starts += 1
+
+    async def restart(self) -> None:
+        """Live again, with an empty cache."""
+        self.restarts += 1
+        await asyncio.sleep(0)
+        if self.fail_restart is not None:
+            raise self.fail_restart
+        self._lost |= self.running
+        self.stopped = self.dead = False
+        self._cache.clear()
+
+    def die(self) -> None:
+        """End as a process that is killed does. May be called from any thread."""
+        self.dead = True
+        self._lost |= self.running
+
+    def _check_alive(self, request: Request) -> None:
+        if self.dead or request.request_id in self._lost:
+            raise EngineDead(f"The engine on {self.device} died.")
 
     async def stop(self) -> None:
         """Forget everything."""
@@ -185,8 +220,9 @@ class FakeEngine:
         self.prefills.append(request)
         self.running.add(request.request_id)
         try:
-            if self.prefill_gate is not None:
-                await self.prefill_gate.wait()
+            while self.prefill_gate is not None and not self.prefill_gate.is_set():
+                await asyncio.sleep(NOTICE_S)
+                self._check_alive(request)
             if self.fail_prefill is not None:
                 raise self.fail_prefill
             return await self._compute(request)
@@ -207,6 +243,7 @@ class FakeEngine:
             said = 0
             for delta in self._deltas(request):
                 await self._spend(max(1, len(delta.token_ids)) / self.decode_speed)
+                self._check_alive(request)
                 if self.fail_generate is not None and said >= self.fail_after_tokens:
                     raise self.fail_generate
                 said += len(delta.token_ids)
@@ -220,18 +257,27 @@ class FakeEngine:
 
     async def _compute(self, request: Request) -> int:
         ids, salt = request.prompt_token_ids, request.cache_salt
+        self._check_alive(request)
         if self.stopped:
             raise EngineDead(f"The engine on {self.device} is not running.")
         if len(ids) >= self.max_model_len:
             raise CallRefused(f"A prompt of {len(ids)} tokens does not fit into {self.max_model_len}.")
         cached = self.cached_tokens(ids, salt)
         await self._spend((len(ids) - cached) / self.prefill_speed)
+        self._check_alive(request)
         self._cache.update(self._block_keys(ids, salt))
         return cached
 
     async def _spend(self, seconds: float) -> None:
+        """Sleep, in short pieces, so that the end of the engine is noticed soon."""
         self.clock_ms += seconds * 1000
-        await asyncio.sleep(seconds * self.time_scale)
+        left, lost = seconds * self.time_scale, len(self._lost)
+        until = asyncio.get_running_loop().time() + left
+        while True:
+            await asyncio.sleep(min(left, NOTICE_S))
+            left = until - asyncio.get_running_loop().time()
+            if left < CLOCK_S or len(self._lost) > lost:
+                return
 
     def _deltas(self, request: Request) -> list[Delta]:
         reply = self.reply(self.tokenizer.decode(list(request.prompt_token_ids)))

@@ -8,11 +8,19 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import ServerAddress, ServerConfig
-from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request
+from langgraph_pingpong.engines.server_answers import (
+    MAX_CAUSE,
+    cached_tokens,
+    extra,
+    served_as,
+    status,
+    to_delta,
+    words,
+)
 from langgraph_pingpong.errors import (
     CallRefused,
     ConfigError,
@@ -24,8 +32,7 @@ from langgraph_pingpong.errors import (
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from openai.types import Completion, CompletionChoice, Model
-    from openai.types.completion_choice import Logprobs
+    from openai.types import Completion
 
 NO_KEY = "none"
 """What is sent where no key is set: never a key that the environment holds for somebody else's server."""
@@ -41,7 +48,6 @@ USUAL_BLOCK_SIZE = 16
 
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
 _REFUSALS = (400, 413, 422)
-_MAX_CAUSE = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,10 @@ class ServerEngine:
         return PIECE_TOKENS
 
     @property
+    def cache_tokens(self) -> None:
+        """Unknown: the cache is others', too."""
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that were sent and are neither finished nor aborted."""
         return len(self._running)
@@ -118,27 +128,46 @@ class ServerEngine:
         """
         self._client = await asyncio.to_thread(self._connect)
         try:
-            with self._clear_errors():
-                models = await self._starting.models.list()
-                self._served = Served(*_served_as(self._config.model, models.data, self.device))
-                self._served = replace(self._served, block_size=await self._ask_block_size())
-                self._compare_with_peers()
-                self._served = replace(self._served, takes_priority=await self._try_priority())
+            await self._ask()
         except BaseException:
             await self.stop()
             raise
+
+    async def restart(self) -> None:
+        """Ask the server again what it serves, and for one token. Open requests go on.
+
+        Raises:
+            WrongServer: it serves something else by now.
+            ServerFailed: it cannot be used.
+        """
+        before = self._served
+        try:
+            await self._ask()
+        except BaseException:
+            self._served = before
+            raise
+
+    async def _ask(self) -> None:
+        with self._clear_errors():
+            models = await self._starting.models.list()
+            named = served_as(self._config.model, models.data, self.device)
+            self._served = Served(*named, await self._ask_block_size())
+            self._compare_with_peers()
+            self._served = replace(self._served, takes_priority=await self._try_priority())
 
     def _connect(self) -> AsyncOpenAI:
         from openai import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT, AsyncOpenAI, Timeout
 
         config = self._config
-        silence = DEFAULT_TIMEOUT.read if config.timeout is None else config.timeout
+        several = len(config.addresses) > 1  # then a request goes to another one, within the time of the call
+        silence = DEFAULT_TIMEOUT.read if config.timeout is None else config.timeout / len(config.addresses)
+        retries = 0 if several else DEFAULT_MAX_RETRIES
         try:
             return AsyncOpenAI(
                 base_url=self._address.url,
                 api_key=config.api_key or NO_KEY,
                 timeout=Timeout(silence, connect=DEFAULT_TIMEOUT.connect),
-                max_retries=DEFAULT_MAX_RETRIES if config.max_retries is None else config.max_retries,
+                max_retries=retries if config.max_retries is None else config.max_retries,
                 http_client=config.http_client() if config.http_client else None,
             )
         except TypeError as error:
@@ -181,7 +210,7 @@ class ServerEngine:
         prompt = (1, 2)
         with self._clear_errors():
             answer = await self._complete(self._starting, Request(prompt, {"max_tokens": 1}), priority)
-        if [_extra(choice, "prompt_token_ids") for choice in answer.choices] != [list(prompt)]:
+        if [extra(choice, "prompt_token_ids") for choice in answer.choices] != [list(prompt)]:
             raise ServerFailed(f"{self.device} does not answer with the token ids of the prompt, as vLLM does.")
 
     async def stop(self) -> None:
@@ -221,7 +250,7 @@ class ServerEngine:
             once = client.with_options(max_retries=0)  # a prefill is a hint: the answer does without
             bare = {"max_tokens": 1, "temperature": 0.0}
             answer = await self._complete(once, replace(request, sampling=bare), PREFILL_PRIORITY)
-            return _cached_tokens(answer)
+            return cached_tokens(answer)
 
     def open_appends(self, cache_salt: str | None = None) -> None:
         """The API has no prompts that grow."""
@@ -248,9 +277,9 @@ class ServerEngine:
         likeliest, unfinished = sampling.get("logprobs") or 0, sampling.get("n", 1)
         last, first, cached = None, True, None
         async for chunk in chunks:
-            cached = _cached_tokens(chunk)
+            cached = cached_tokens(chunk)
             for choice in chunk.choices:
-                delta, first = _to_delta(choice, first, likeliest), False
+                delta, first = to_delta(choice, first, likeliest), False
                 unfinished -= delta.finish_reason is not None
                 if unfinished:
                     yield delta
@@ -301,81 +330,20 @@ class ServerEngine:
             return ServerFailed(f"The connection to {self.device} failed: {self._why(error)}")
         if not isinstance(error, APIError):
             return ServerFailed(f"The answer of {self.device} broke off or could not be read: {self._why(error)}")
-        status, words = _status(error), self._without_key(_words(error))
-        if status in _REFUSALS:
-            return CallRefused(f"{self.device} refused the call: {words}")
-        return ServerFailed(f"{self.device} answered with {f'status {status}' if status else 'an error'}: {words}")
+        code, said = status(error), self._without_key(words(error))
+        if code in _REFUSALS:
+            return CallRefused(f"{self.device} refused the call: {said}")
+        return ServerFailed(f"{self.device} answered with {f'status {code}' if code else 'an error'}: {said}")
 
     def _why(self, error: Exception) -> str:
         cause = error.__cause__ or error
-        return self._without_key(f"{type(cause).__name__}: {cause}"[:_MAX_CAUSE])
+        return self._without_key(f"{type(cause).__name__}: {cause}"[:MAX_CAUSE])
 
     def _has_key(self, text: str) -> bool:
         return bool(self._config.api_key) and str(self._config.api_key) in text
 
     def _without_key(self, text: str) -> str:
         return text.replace(str(self._config.api_key), "***") if self._has_key(text) else text
-
-
-def _status(error: Any) -> int | None:
-    """Of the response, or that of an error within a stream, which began well."""
-    if (status := getattr(error, "status_code", None)) is not None:
-        return int(status)
-    code = error.body.get("code") if isinstance(error.body, dict) else None
-    return code if isinstance(code, int) else None
-
-
-def _words(error: Any) -> str:
-    """What the server says of an error, without the rest of what it sent."""
-    body = error.body
-    words = body.get("message") if isinstance(body, dict) else body
-    return str(words or error.message)[:_MAX_CAUSE]
-
-
-def _served_as(model: str, cards: Sequence[Model], device: str) -> tuple[str, int]:
-    """The served name that fits a model on this side, and the longest prompt plus answer, in tokens."""
-    lengths = [length for card in cards if (length := _extra(card, "max_model_len"))]
-    if not lengths:
-        raise ServerFailed(f"{device} does not tell its max_model_len, as vLLM does.")
-    for card in cards:
-        if model in (card.id, _extra(card, "root")):
-            return card.id, int(lengths[0])
-    for card in cards:  # one folder can be at two places
-        if PurePath(model).name in {PurePath(name).name for name in (card.id, _extra(card, "root")) if name}:
-            return card.id, int(lengths[0])
-    served = ", ".join(card.id for card in cards)
-    raise WrongServer(f"{device} serves {served}, and this side has the model {model}.")
-
-
-def _extra(answer: Any, name: str) -> Any:
-    """A field that vLLM adds to OpenAI's API."""
-    return (answer.model_extra or {}).get(name)
-
-
-def _cached_tokens(answer: Completion) -> int | None:
-    """Known where the server was started with `--enable-prompt-tokens-details`."""
-    details = answer.usage.prompt_tokens_details if answer.usage else None
-    return details.cached_tokens if details else None
-
-
-def _to_delta(choice: CompletionChoice, first: bool, likeliest: int) -> Delta:
-    return Delta(
-        choice.text,
-        tuple(_extra(choice, "token_ids") or ()),
-        choice.finish_reason or None,
-        _extra(choice, "stop_reason"),
-        tuple(_extra(choice, "prompt_token_ids") or ()) if first else None,
-        index=choice.index,
-        logprobs=tuple(_to_logprobs(choice.logprobs, likeliest)) if choice.logprobs else (),
-    )
-
-
-def _to_logprobs(logprobs: Logprobs, likeliest: int) -> Iterator[TokenLogprob]:
-    """For each token there is one table of the sampled token and the likeliest ones, by their texts."""
-    tables = logprobs.top_logprobs or ()
-    for token, logprob, table in zip(logprobs.tokens or (), logprobs.token_logprobs or (), tables, strict=False):
-        ranked = sorted((table or {}).items(), key=lambda each: -each[1])[:likeliest]
-        yield TokenLogprob(token, logprob, tuple(ranked))
 
 
 def build_server_engines(config: ServerConfig) -> list[ServerEngine]:

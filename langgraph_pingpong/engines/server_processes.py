@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from langgraph_pingpong.config import Device, EngineConfig
 from langgraph_pingpong.engines.server_engine import NO_KEY
-from langgraph_pingpong.engines.vllm_engine import check_machine, engine_environment
+from langgraph_pingpong.engines.vllm_setup import check_machine, engine_environment
 from langgraph_pingpong.errors import ConfigError, DeviceError, ServerEnded
 
 KEY_VARIABLE = "VLLM_API_KEY"

@@ -4,51 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
-import os
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of, refuse_unknown
+from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
 from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.engines.vllm_appends import ONE_IN, AppendsBook, Pieces, VllmAppends, are_sound, token_prompt
-from langgraph_pingpong.errors import (
-    CallRefused,
-    EngineDead,
-    EngineNotInstalled,
-    EngineStartFailed,
-    NotEnoughMemory,
-    PingPongError,
+from langgraph_pingpong.engines.vllm_setup import (
+    check_machine,
+    engine_environment,
+    environment_with,
+    interrupts_held,
 )
+from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-GIB = 1 << 30
-
-# Read by vLLM when an engine is built. Spawn, because a fork would copy this process's threads' locks. The
-# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings that torch and vLLM give at
-# every start (what is deprecated, what this machine lacks) are for their developers.
-_ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_LOGS": "-all",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-_OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 PIECE_TOKENS = 256
 """The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
@@ -56,9 +35,6 @@ time it takes to read its weights once, which a decode step does anyway."""
 
 _BUILDING = threading.Lock()
 """Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
-
-_CPU_KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-_CPU_KV_CACHE_GIB = "2"
 
 
 class VllmEngine:
@@ -68,6 +44,7 @@ class VllmEngine:
         self._config = config
         self._device = device
         self._llm: AsyncLLM | None = None
+        self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
         self._appends = AppendsBook(0, 0)
@@ -85,12 +62,22 @@ class VllmEngine:
     @property
     def block_size(self) -> int:
         """Tokens per KV cache block, as the engine settled it."""
-        return int(self._engine.vllm_config.cache_config.block_size)
+        return int(self._config_in_use.cache_config.block_size)
 
     @property
     def max_model_len(self) -> int:
         """The longest prompt plus answer, in tokens."""
-        return int(self._engine.vllm_config.model_config.max_model_len)
+        return int(self._config_in_use.model_config.max_model_len)
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """How many tokens the prefix cache can hold."""
+        blocks = self._config_in_use.cache_config.num_gpu_blocks  # on a CPU, too
+        return blocks * self.block_size if blocks else None
+
+    @property
+    def _config_in_use(self) -> VllmConfig:
+        return self._settled or self._engine.vllm_config
 
     @property
     def piece_tokens(self) -> int:
@@ -122,23 +109,35 @@ class VllmEngine:
             NotExact: it settled on other values than `exact` needs.
         """
         try:
-            self._llm = await asyncio.to_thread(self._build)
+            await self._bring_up()
             if self._config.exact == "bits":
-                check_settled(self._config.vllm_args, self._llm.vllm_config)
+                check_settled(self._config.vllm_args, self._engine.vllm_config)
             await self._warm_up()
         except PingPongError:
             raise
         except Exception as error:
             raise EngineStartFailed(f"The engine on {self.device} did not start: {error}") from error
 
+    async def _bring_up(self) -> None:
+        building = asyncio.ensure_future(asyncio.to_thread(self._build))
+        try:
+            self._llm = await asyncio.shield(building)
+        except asyncio.CancelledError:  # which does not end the thread: what it brings up must not outlive this
+            await asyncio.wait([building])
+            if building.exception() is None:
+                self._llm = building.result()
+                await self.stop()
+            raise
+
     def _build(self) -> AsyncLLM:
-        with _BUILDING, _environment(engine_environment(self._config, self._device)):
+        with _BUILDING, environment_with(engine_environment(self._config, self._device)), interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             args = dict(self._config.vllm_args)
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        self._settled = llm.vllm_config
         self._defaults = llm.vllm_config.model_config.get_diff_sampling_param()
         return llm
 
@@ -160,15 +159,27 @@ class VllmEngine:
             if not await are_sound(self):
                 self._appends = AppendsBook(0, 0)
 
+    async def restart(self) -> None:
+        """Replace the engine's process, dead or alive, by a new one.
+
+        Raises:
+            EngineStartFailed: vLLM could not build it.
+        """
+        await self.stop()
+        await self.start()
+
     async def stop(self) -> None:
         """Shut the engine's process down."""
         if self._llm is None:
             return
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         await self._appends.close()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
             await asyncio.wait({llm.output_handler})
+        llm.output_processor.propagate_error(EngineDeadError())  # nothing else would tell open requests
         await asyncio.to_thread(llm.shutdown)
         # vLLM's object shuts down once more when it is collected. At the interpreter's end that raises.
         llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
@@ -205,13 +216,28 @@ class VllmEngine:
             EngineDead: the engine is not running.
         """
         bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
-        limit = self.max_model_len
+        limit = int(self._engine.vllm_config.model_config.max_model_len)
         return self._appends.open(lambda pieces: self._sent(pieces, bare, PREFILL_PRIORITY), cache_salt, limit)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten."""
+        """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten.
+
+        Raises:
+            EngineDead: the engine's process ended.
+        """
+        engine = self._engine
         await self._appends.close()
-        await self._engine.reset_prefix_cache()
+        with self._clear_errors(engine):
+            reset = asyncio.ensure_future(engine.reset_prefix_cache())
+            # An engine that dies meanwhile never answers. The task that hands its answers out ends with it.
+            ends = {engine.output_handler} if engine.output_handler else set()
+            try:
+                await asyncio.wait({reset, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if not reset.done():
+                    raise EngineDead(f"The engine on {self.device} died.")
+                reset.result()
+            finally:
+                reset.cancel()
 
     async def _outputs(self, request: Request, priority: int) -> AsyncGenerator[RequestOutput]:
         self._running.add(request.request_id)
@@ -226,18 +252,29 @@ class VllmEngine:
         self, prompt: dict[str, Any] | Pieces, request: Request, priority: int
     ) -> AsyncGenerator[RequestOutput]:
         """What vLLM says to a prompt, or to the pieces of one."""
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         engine = self._engine
         by_priority = engine.vllm_config.scheduler_config.policy == "priority"
-        params, place = self._params(request), priority if by_priority else 0
-        try:
+        place = priority if by_priority else 0
+        with self._clear_errors(engine):
+            params = self._params(request)
             stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     yield output
+
+    @contextmanager
+    def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
+        """Whatever goes wrong with a request, in this package's errors."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            yield
         except EngineDeadError as error:
+            raise EngineDead(f"The engine on {self.device} died.") from error
+        except EngineGenerateError as error:
+            if not engine.errored:
+                raise
             raise EngineDead(f"The engine on {self.device} died.") from error
         except (ValueError, VLLMValidationError) as error:
             raise CallRefused(f"vLLM refused the call: {error}") from error
@@ -287,79 +324,3 @@ def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:
     check_machine(config)
     check_main_guard()
     return [VllmEngine(config, device) for device in config.devices]
-
-
-def check_machine(config: EngineConfig) -> None:
-    """Check that this machine can run the engines, as far as that can be known without vLLM.
-
-    Raises:
-        EngineNotInstalled: vLLM is not installed.
-        DeviceError: a device does not exist on this machine.
-        NotEnoughMemory: the engines would not fit into memory together.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineNotInstalled("vLLM is not installed.")
-    check_devices(config.devices, config.tensor_parallel_size or 1)
-    if config.devices[0].kind == "cpu":
-        check_cpu_memory(config)
-
-
-def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
-    """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    values = {name: os.environ.get(name, value) for name, value in {**_ENVIRONMENT, **config.environment}.items()}
-    if device.kind == "cuda":
-        return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
-    cores = cores_for(device, config.devices, config.exact)
-    return {
-        **values,
-        _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
-        _OWN_CORES: ",".join(map(str, cores)),
-    }
-
-
-def check_cpu_memory(config: EngineConfig) -> None:
-    """Compare what the engines need together (weights and KV cache each) with the memory that is free.
-
-    Raises:
-        NotEnoughMemory: it is more.
-    """
-    weights = weight_bytes(config)
-    cache = float(os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)) * GIB
-    needed, free = (weights + cache) * len(config.devices), psutil.virtual_memory().available
-    if needed > free:
-        raise NotEnoughMemory(
-            f"{len(config.devices)} engines need {needed / GIB:.1f} GiB together (weights {weights / GIB:.1f} and KV "
-            f"cache {cache / GIB:.1f} GiB each, the latter set by {_CPU_KV_CACHE}); {free / GIB:.1f} GiB are free."
-        )
-
-
-def weight_bytes(config: EngineConfig) -> int:
-    """Size of one copy of the weights in memory; 0 where the model is not in a local folder."""
-    stored = sum(file.stat().st_size for file in _weight_files(Path(config.model)))
-    return stored * 2 if config.dtype == "float32" else stored
-
-
-def quiet_vllm() -> AbstractContextManager[None]:
-    """Import vLLM within this: it reads settings from the environment, such as what to log."""
-    return _environment(_ENVIRONMENT)
-
-
-def _weight_files(folder: Path) -> Sequence[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
-    before = {name: os.environ.get(name) for name in values}
-    for name, value in values.items():
-        if name in (_OWN_CORES, _VISIBLE) or name not in os.environ:
-            os.environ[name] = value
-    try:
-        yield
-    finally:
-        for name, earlier in before.items():
-            if earlier is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = earlier

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.engines.base import Delta, Reader, Said, ToolCallPart
-from langgraph_pingpong.engines.vllm_engine import quiet_vllm
+from langgraph_pingpong.engines.vllm_setup import quiet_vllm
 from langgraph_pingpong.errors import CallRefused, EngineNotInstalled, UnknownParser
 from langgraph_pingpong.tokens import ChatTemplate
 

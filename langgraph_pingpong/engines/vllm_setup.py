@@ -1,0 +1,126 @@
+"""What a vLLM engine finds when it is built: its device, its cores, its settings in the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+
+from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of
+from langgraph_pingpong.errors import EngineNotInstalled, NotEnoughMemory
+
+GIB = 1 << 30
+
+# Read by vLLM when an engine is built. Spawn, because a fork would copy this process's threads' locks. The
+# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings that torch and vLLM give at
+# every start (what is deprecated, what this machine lacks) are for their developers.
+_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_LOGS": "-all",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CPU_KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_KV_CACHE_GIB = "2"
+
+
+def check_machine(config: EngineConfig) -> None:
+    """Check that this machine can run the engines, as far as that can be known without vLLM.
+
+    Raises:
+        EngineNotInstalled: vLLM is not installed.
+        DeviceError: a device does not exist on this machine.
+        NotEnoughMemory: the engines would not fit into memory together.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineNotInstalled("vLLM is not installed.")
+    check_devices(config.devices, config.tensor_parallel_size or 1)
+    if config.devices[0].kind == "cpu":
+        check_cpu_memory(config)
+
+
+def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
+    """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
+    values = {name: os.environ.get(name, value) for name, value in {**_ENVIRONMENT, **config.environment}.items()}
+    if device.kind == "cuda":
+        return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
+    cores = cores_for(device, config.devices, config.exact)
+    return {
+        **values,
+        _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
+        _OWN_CORES: ",".join(map(str, cores)),
+    }
+
+
+def check_cpu_memory(config: EngineConfig) -> None:
+    """Compare what the engines need together (weights and KV cache each) with the memory that is free.
+
+    Raises:
+        NotEnoughMemory: it is more.
+    """
+    weights = weight_bytes(config)
+    cache = float(os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)) * GIB
+    needed, free = (weights + cache) * len(config.devices), psutil.virtual_memory().available
+    if needed > free:
+        raise NotEnoughMemory(
+            f"{len(config.devices)} engines need {needed / GIB:.1f} GiB together (weights {weights / GIB:.1f} and KV "
+            f"cache {cache / GIB:.1f} GiB each, the latter set by {_CPU_KV_CACHE}); {free / GIB:.1f} GiB are free."
+        )
+
+
+def weight_bytes(config: EngineConfig) -> int:
+    """Size of one copy of the weights in memory; 0 where the model is not in a local folder."""
+    stored = sum(file.stat().st_size for file in _weight_files(Path(config.model)))
+    return stored * 2 if config.dtype == "float32" else stored
+
+
+def quiet_vllm() -> AbstractContextManager[None]:
+    """Import vLLM within this: it reads settings from the environment, such as what to log."""
+    return environment_with(_ENVIRONMENT)
+
+
+def _weight_files(folder: Path) -> Sequence[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Processes that are started within never see Ctrl-C.
+
+    At a terminal and in a notebook it reaches every process of the group, and vLLM's would end at it, though it is
+    meant for the call that is running.
+    """
+    resource_tracker.ensure_running()  # it lets them through again when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def environment_with(values: dict[str, str]) -> Iterator[None]:
+    """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if name in (_OWN_CORES, _VISIBLE) or name not in os.environ:
+            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name, earlier in before.items():
+            if earlier is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = earlier
