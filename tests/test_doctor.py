@@ -146,8 +146,8 @@ def test_the_checklist_asks_four_questions() -> None:
 async def test_an_engine_is_measured() -> None:
     engine = FakeEngine(prefill_speed=20_000.0, decode_speed=200.0, time_scale=1.0, reply=lambda prompt: "ab " * 40)
     speeds = await calibrate(engine)
-    assert 1 / 20_000 <= speeds.prefill_s < 2 / 20_000
-    assert 1 / 200 <= speeds.step_s < 2 / 200
+    assert 0.8 / 20_000 < speeds.prefill_s < 4 / 20_000
+    assert 0.8 / 200 < speeds.step_s < 4 / 200
     assert speeds.mixed_s < speeds.prefill_s * 5
     assert await takes_appends(engine)
     engine.takes_appends = False
