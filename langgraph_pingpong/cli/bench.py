@@ -16,6 +16,7 @@ from langgraph_pingpong.exact import Exact
 
 if TYPE_CHECKING:
     from langgraph_pingpong.bench.engine_sets import EngineSettings
+    from langgraph_pingpong.bench.kit import Kit
     from langgraph_pingpong.bench.runner import Plan
 
 _ENGINES = "Model and engines"
@@ -70,14 +71,23 @@ Lazy = Annotated[
         help="A static prefix waits for its upstream, or all are prefilled from the start of the run on.",
     ),
 ]
+Runs = Annotated[int, typer.Option(min=1, help="Counted runs of each mode.")]
+WarmupRuns = Annotated[int, typer.Option(min=0, help="Runs before them, written and not counted.")]
+ForceTokens = Annotated[bool, typer.Option(help="Answers go on to their limit, whatever they say.")]
+StrictTokens = Annotated[bool, typer.Option(help="A forced answer of another length makes the run fail.")]
+Seed = Annotated[int, typer.Option(help="Of the texts and of sampling.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+StopAfter = Annotated[float | None, typer.Option(metavar="SECONDS", help="Begin no run that would end later.")]
+Title = Annotated[str, typer.Option(help="What reports call the file.")]
+Show = Annotated[bool, typer.Option("--list", help="Show modes and profiles, and exit.")]
 
 
 def bench(  # noqa: PLR0913 - a parameter for each option
     output: Output = Path("results.jsonl"),
     profile: ProfileName = "long-prefill",
     modes: Modes = "serial,pingpong",
-    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each mode.")] = 10,
-    warmup_runs: Annotated[int, typer.Option(min=0, help="Runs before them, written and not counted.")] = 1,
+    runs: Runs = 10,
+    warmup_runs: WarmupRuns = 1,
     mode_order: ModeOrder = "alternate",
     values: Values = None,
     scale: ScaleName = None,
@@ -91,19 +101,13 @@ def bench(  # noqa: PLR0913 - a parameter for each option
     engine_args: EngineArgs = "{}",
     defer: Defer = True,
     lazy: Lazy = True,
-    force_max_output_tokens: Annotated[
-        bool, typer.Option(help="Answers go on to their limit, whatever they say.")
-    ] = True,
-    strict_output_tokens: Annotated[
-        bool, typer.Option(help="A forced answer of another length makes the run fail.")
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Of the texts and of sampling.")] = 42,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    stop_after: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Begin no run that would end later than that.")
-    ] = None,
-    title: Annotated[str, typer.Option(help="What reports call the file.")] = "",
-    show: Annotated[bool, typer.Option("--list", help="Show modes and profiles, and exit.")] = False,
+    force_max_output_tokens: ForceTokens = True,
+    strict_output_tokens: StrictTokens = True,
+    seed: Seed = 42,
+    temperature: Temperature = 0.0,
+    stop_after: StopAfter = None,
+    title: Title = "",
+    show: Show = False,
 ) -> None:
     """Measure a workload in several modes, one program, run by run, and keep every run.
 
@@ -113,56 +117,41 @@ def bench(  # noqa: PLR0913 - a parameter for each option
         if show:
             _list()
             raise typer.Exit
+        memory, args = gpu_memory_utilization, read_engine_args(engine_args)
+        settings = _settings(devices, model, dtype, max_model_len, memory, exact, args)
+        switches = {"force_tokens": force_max_output_tokens, "strict_tokens": strict_output_tokens}
+        switches |= {"defer": defer, "lazy": lazy}
+        order = {"runs": runs, "warmup_runs": warmup_runs, "order": mode_order, "seed": seed}
+        work = profile, values or [], scale or _scale(settings.kind)
+        plan = _plan(work, modes, chains, **order, **switches)
         from langgraph_pingpong.bench.kit import Kit
 
-        settings = _settings(
-            devices,
-            model=model,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            exact=exact,
-            engine_args=read_engine_args(engine_args),
-        )
-        plan = _plan(
-            profile,
-            modes,
-            scale or _scale(settings.kind),
-            values or [],
-            chains,
-            order=mode_order,
-            runs=runs,
-            warmup_runs=warmup_runs,
-            seed=seed,
-            force_tokens=force_max_output_tokens,
-            strict_tokens=strict_output_tokens,
-            defer=defer,
-            lazy=lazy,
-        )
-        console = Console()
-        kit = Kit(plan, settings, console, {"temperature": temperature, "seed": seed}, title, stop_after)
-        left = kit.run(output)
-        rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
-        console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
+        _run(Kit(plan, settings, Console(), {"temperature": temperature, "seed": seed}, title, stop_after), output)
 
 
-def _settings(devices: str | None, **settings: Any) -> EngineSettings:
+def _run(kit: Kit, output: Path) -> None:
+    left = kit.run(output)
+    rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
+    kit.console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
+
+
+def _settings(devices: str | None, *settings: Any) -> EngineSettings:
     from langgraph_pingpong.bench.engine_sets import EngineSettings, places_of
 
-    return EngineSettings(places_of(devices), **settings)
+    return EngineSettings(places_of(devices), *settings)
 
 
-def _plan(profile: str, modes: str, scale: Scale, values: list[str], chains: str, **settings: Any) -> Plan:
+def _plan(work: tuple[str, list[str], Scale], modes: str, chains: str, **settings: Any) -> Plan:
     from langgraph_pingpong.bench.modes import parse_modes
     from langgraph_pingpong.bench.profiles import PROFILES, parse_values
     from langgraph_pingpong.bench.runner import Plan
     from langgraph_pingpong.config import refuse_unknown
 
+    profile, values, scale = work
     refuse_unknown([profile], PROFILES, "The benchmark")
-    chosen = PROFILES[profile]
-    cases = list(chosen.cases(scale, parse_values(values)))
+    cases = list(PROFILES[profile].cases(scale, parse_values(values)))
     at_once = parse_values([f"chains={chains}"])["chains"]
-    return Plan(chosen, cases, parse_modes(modes), at_once, **settings)
+    return Plan(PROFILES[profile], cases, parse_modes(modes), at_once, **settings)
 
 
 def _scale(kind: str) -> Scale:
