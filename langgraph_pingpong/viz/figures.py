@@ -76,7 +76,7 @@ def timeline(spans: Sequence[Span], title: str) -> Figure:
     axes.set_yticks([place * _LANE for place in range(len(devices))], devices)
     axes.set_xlim(left=0)
     axes.invert_yaxis()
-    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    figure.legend(fontsize=8, frameon=False, ncols=4, loc="outside lower center")
     _plain(axes, title, "ms")
     return figure
 
