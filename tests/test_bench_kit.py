@@ -138,8 +138,7 @@ def test_what_is_no_result_is_refused(line: dict[str, Any]) -> None:
 
 
 def test_static_prefixes_need_not_wait(tmp_path: Path) -> None:
-    eager, late = "--no-lazy-precreate", "--no-defer-downstream-until-first-token"
-    assert bench(tmp_path / "x.jsonl", "--modes", "pingpong-plain", eager, late, *SMALL).exit_code == 0
+    assert bench(tmp_path / "x.jsonl", "--modes", "pingpong-plain", "--no-lazy-precreate", *SMALL).exit_code == 0
     results = read(tmp_path / "x.jsonl")
     (run,) = results.runs
     appends = [event for event in run["events"] if event["name"] == "append.complete"]
