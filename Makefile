@@ -6,14 +6,20 @@ DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input g
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo bench test suites check install-cpu install-cuda
+.PHONY: demo bench results test suites check install-cpu install-cuda
 
 demo: .venv/.ready
 	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
 
-# Five compared runs of the demo, alternating; writes docs/results/demo-cpu.md and .jsonl.
+# The published workload, scaled to this machine, in every mode that it can serve; goes on with what is there.
+BENCH_ARGS ?= --modes dp2-serial,pingpong,pingpong-plain,serial,serial-prewarm --runs 10
 bench: .venv/.ready
-	.venv/bin/python -m langgraph_pingpong.bench.demo --runs 5 --max-tokens 64 --output docs/results/demo-cpu
+	.venv/bin/pingpong bench --profile long-prefill $(BENCH_ARGS) --output results/long-prefill.jsonl
+	.venv/bin/pingpong report results/long-prefill.jsonl --out results
+
+# Brings the reports beside the committed results, and the README's table of them, up to date.
+results: .venv/.ready
+	.venv/bin/python -m langgraph_pingpong.bench.results
 
 test: .venv/.ready
 	.venv/bin/pytest

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -132,6 +137,15 @@ def test_what_is_no_result_is_refused(line: dict[str, Any]) -> None:
     refused("found 16 tokens in caches", events=events)
 
 
+def test_static_prefixes_need_not_wait(tmp_path: Path) -> None:
+    assert bench(tmp_path / "x.jsonl", "--modes", "pingpong-plain", "--no-lazy-precreate", *SMALL).exit_code == 0
+    results = read(tmp_path / "x.jsonl")
+    (run,) = results.runs
+    appends = [event for event in run["events"] if event["name"] == "append.complete"]
+    assert appends[0]["data"]["cached"] >= 112, "it was there before the edge opened"
+    assert results.setup["switches"]["lazy_precreate"] is False
+
+
 # -- files -----------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +168,37 @@ def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
     done = bench(path, "--modes", "serial,pingpong", "--runs", "2", *SMALL)
     assert (done.exit_code, path.read_text().count("\n")) == (0, 7)
     assert "holds all of these runs" in done.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_it_can_be_killed_and_gone_on_with(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    command = [
+        "bench",
+        "--devices",
+        "fake:0,fake:1",
+        "--modes",
+        "serial",
+        "--runs",
+        "400",
+        "--output",
+        str(path),
+        *SMALL,
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    code = "from langgraph_pingpong.cli import app; app()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *command], env=environment, stdout=subprocess.DEVNULL
+    ) as program:
+        deadline = time.monotonic() + 60
+        while not (path.is_file() and path.read_text().count("\n") >= 4) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        program.send_signal(number)
+        assert program.wait(30) in (-number, 128 + number)
+    done = len(read(path).counted)
+    assert 1 <= done < 400
+    assert bench(path, "--modes", "serial", "--runs", str(done + 1), *SMALL).exit_code == 0
+    assert [run["run"] for run in read(path).counted] == list(range(done + 1))
 
 
 def test_another_setup_does_not_go_into_the_file(tmp_path: Path) -> None:

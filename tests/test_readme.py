@@ -10,6 +10,8 @@ from statistics import mean
 from typing import Any
 
 from langgraph_pingpong import ChatPingPong
+from langgraph_pingpong.bench.document import to_markdown
+from langgraph_pingpong.bench.results import committed, report_on, section, with_section
 
 README = Path(__file__).parent.parent / "README.md"
 RESULTS = README.parent / "docs" / "results"
@@ -53,3 +55,14 @@ def test_its_figures_are_those_of_the_committed_results() -> None:
     assert len(rows) == 3
     for name, figures in rows:
         assert figures == means(name)
+
+
+def test_the_table_of_results_is_made_from_the_committed_files() -> None:
+    readme = README.read_text(encoding="utf-8")
+    assert with_section(readme, section(committed(RESULTS), README.parent)) == readme, "run make results"
+
+
+def test_reports_are_made_from_the_files_beside_them() -> None:
+    for path, results in committed(RESULTS).items():
+        report = path.with_suffix(".md").read_text(encoding="utf-8")
+        assert report == to_markdown(report_on(path, results), "figures"), f"run make results for {path}"

@@ -12,7 +12,7 @@ from typing import Any, Self
 from langgraph_pingpong.bench.modes import Mode, Place
 from langgraph_pingpong.bench.recording import Recorder
 from langgraph_pingpong.chat_model import ChatPingPong
-from langgraph_pingpong.config import Device, count_devices, parse_devices
+from langgraph_pingpong.config import Device, count_devices, default_devices, parse_devices
 from langgraph_pingpong.engines.fake_engine import FakeEngine
 from langgraph_pingpong.errors import DeviceError
 from langgraph_pingpong.exact import Exact
@@ -26,6 +26,9 @@ TP_ARGS: Mapping[str, Any] = {
 
 TP_WEIGHT = 0.6
 """Memory of an engine over two GPUs on each of them, against one on a single GPU: half the weights, all the rest."""
+
+FEW, FEW_SHARE, MANY_SHARE = 3, 0.85, 0.92
+"""Of a GPU's memory, what so many engines on it may take together by default, and what more of them may."""
 
 FAKE_PREFILL, FAKE_DECODE, FAKE_TP_GAIN = 20_000.0, 1_000.0, 1.6
 """Speeds of modelled engines (tokens/s), and how much faster one over two devices is. They model no contention."""
@@ -56,14 +59,15 @@ class SetKey:
 class EngineSettings:
     """What engines are built with, under vLLM's names.
 
-    `gpu_memory_utilization` is the share of a GPU's memory that all engines on it may take together.
+    `gpu_memory_utilization` is the share of a GPU's memory that all engines on it may take together; None is 0.85, or
+    more where many engines share a GPU: each has its own copy of the weights, and there is less need to be careful.
     """
 
     devices: Sequence[str]
     model: str | None = None
     dtype: str | None = None
     max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: float | None = None
     exact: Exact = "ids"
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -114,7 +118,8 @@ class EngineSets:
         """
         if self._settings.kind == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        shares = memory_shares(self.keys, self._settings.devices, self._settings.gpu_memory_utilization)
+        total = self._settings.gpu_memory_utilization or (FEW_SHARE if len(self.keys) <= FEW else MANY_SHARE)
+        shares = memory_shares(self.keys, self._settings.devices, total)
         for key in self.keys:
             places = self._settings.devices[: 1 if key.place == "one" else None]
             told(f"Starting {key} on {', '.join(places)}")
@@ -198,10 +203,19 @@ def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {**defaults, **given, **both}
 
 
-def parse_places(text: str) -> list[str]:
-    """Devices from a list with commas; a bare number is a GPU where the machine has any, else a CPU engine."""
-    kind = "cuda" if any(part.strip().isdigit() for part in text.split(",")) and count_devices("cuda") else "cpu"
-    return [f"{kind}:{part.strip()}" if part.strip().isdigit() else part.strip() for part in text.split(",")]
+def places_of(text: str | None) -> list[str]:
+    """Devices from a list with commas, or those that the machine has; a bare number is a GPU where there are any.
+
+    Raises:
+        DeviceError: one is malformed or named twice.
+    """
+    if not text:
+        return list(default_devices())
+    names = [name.strip() for name in text.split(",")]
+    kind = "cuda" if any(map(str.isdigit, names)) and count_devices("cuda") else "cpu"
+    devices = [f"{kind}:{name}" if name.isdigit() else name for name in names]
+    parse_devices(devices)
+    return devices
 
 
 def _set_speeds(pool: EnginePool, gain: float) -> None:

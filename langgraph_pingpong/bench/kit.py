@@ -89,6 +89,8 @@ class Kit:
     settings: EngineSettings
     console: Console
     calls: dict[str, Any]
+    title: str = ""
+    """What reports call the file."""
     stop_after_s: float | None = None
     """After how many seconds no further run is begun that would end later."""
     began: float = field(default_factory=time.monotonic)
@@ -100,7 +102,7 @@ class Kit:
             ConfigError: the settings cannot work, or the file belongs to others.
             RunFailed: a run is not complete.
         """
-        file = ResultsFile(path, setup_of(self.plan, self.settings))
+        file = ResultsFile(path, {**setup_of(self.plan, self.settings), "title": self.title})
         steps = list(self.plan.steps(file.done))
         if not steps:
             self.console.print(f"{path} holds all of these runs.", soft_wrap=True)

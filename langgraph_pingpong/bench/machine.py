@@ -26,10 +26,12 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether files differ from it; empty where there is no repository."""
+    """The commit that is checked out, and whether files differ from it; where there is no repository, what is set."""
     number = output_of("git", "rev-parse", "--short=12", "HEAD")
+    if not number:
+        return os.environ.get("PINGPONG_COMMIT", "")
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "langgraph_pingpong", "graphs")
-    return f"{number} with changes" if number and changed else number
+    return f"{number} with changes" if changed else number
 
 
 def source_digest() -> str:

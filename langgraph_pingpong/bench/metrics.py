@@ -106,8 +106,8 @@ def devices(run: Run) -> list[str]:
 class Prefill:
     """Shares of the tokens of downstream prompts.
 
-    They were prefilled before and while the upstream spoke, cached besides, or left for the call. `wasted` is in the
-    same unit, and was prefilled for nothing.
+    Prefilled before and while the upstream spoke, cached besides, and left for the call. `wasted` is in the same unit,
+    and was prefilled for nothing.
     """
 
     static: float
@@ -182,7 +182,7 @@ def jitter(runs: Sequence[Run], device: str | None = None) -> float | None:
 def ttft_in_steps(runs: Sequence[Run]) -> float | None:
     """Median downstream time to first token, in decode steps of the same mode."""
     first, step = downstream_ttft(runs), tpot(runs)
-    return first.median / step if first and step else None
+    return first.median / step if first is not None and step is not None else None
 
 
 def mean_prefill(runs: Sequence[Run]) -> Prefill | None:
@@ -191,7 +191,7 @@ def mean_prefill(runs: Sequence[Run]) -> Prefill | None:
     if not shares:
         return None
     names = Prefill.__dataclass_fields__
-    return Prefill(**{name: fmean(getattr(each, name) for each in shares) for name in names})
+    return Prefill(*(fmean(getattr(each, name) for each in shares) for name in names))
 
 
 def drift(runs: Sequence[Run]) -> float | None:
@@ -199,8 +199,8 @@ def drift(runs: Sequence[Run]) -> float | None:
     third = len(runs) // 3
     if not third:
         return None
-    ordered = [run["e2e_ms"] for run in sorted(runs, key=lambda run: run["at"])]
-    return float(median(ordered[-third:]) / median(ordered[:third]) - 1)
+    ordered: list[float] = [run["e2e_ms"] for run in sorted(runs, key=lambda run: run["at"])]
+    return median(ordered[-third:]) / median(ordered[:third]) - 1
 
 
 def slow_devices(runs: Sequence[Run]) -> dict[str, float]:
@@ -225,7 +225,7 @@ def hidden_share(runs: Sequence[Run], baseline: Sequence[Run]) -> float | None:
     """
     if not all(map(is_one_chain, (*runs, *baseline))):
         return None
-    to_hide = fmean(sum(agent["ttft_ms"] for agent in downstream_agents(run)) for run in baseline)
+    to_hide: float = fmean(sum(agent["ttft_ms"] for agent in downstream_agents(run)) for run in baseline)
     if not to_hide:
         return None
     return (e2e(baseline).mean - e2e(runs).mean) / to_hide
@@ -266,8 +266,8 @@ def first_ttft_change(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 class Equal:
     """In how many of `runs` runs something is equal to the baseline's run of the same number.
 
-    `ids` counts those in which every prompt is as fully rendered and, up to the first text that differs, the
-    baseline's; `texts` those with the same texts; `counts` those with as many tokens in every answer.
+    `ids` counts those in which every prompt is as fully rendered and, where the texts agree, the baseline's; `texts`
+    those with the same texts; `counts` those with as many tokens in every answer.
     """
 
     runs: int

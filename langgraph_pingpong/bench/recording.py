@@ -19,12 +19,13 @@ Generate = Callable[[Request], AsyncGenerator[Delta]]
 
 @dataclass
 class EngineAnswer:
-    """One answer of an engine: when it was asked for, and when how many tokens came (s, monotonic)."""
+    """One answer of an engine: when it was asked for and over, and when how many tokens came (s, monotonic)."""
 
     device: str
     prompt_tokens: int
     prompt_sha256: str
     started: float
+    ended: float | None = None
     tokens: list[tuple[float, int]] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -35,6 +36,7 @@ class EngineAnswer:
             "prompt_tokens": self.prompt_tokens,
             "prompt_sha256": self.prompt_sha256,
             "started": ms_between(start, self.started),
+            "ended": None if self.ended is None else ms_between(start, self.ended),
             "tokens": [[ms_between(start, at), count] for at, count in self.tokens],
             "finish_reason": self.finish_reason,
         }
@@ -63,12 +65,15 @@ class Recorder:
         self._answers.append(answer)
         if self.uncached:  # what is computed under a salt of its own is found by nobody
             request = replace(request, cache_salt=new_request_id())
-        async with aclosing(generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.token_ids:
-                    answer.tokens.append((time.monotonic(), len(delta.token_ids)))
-                answer.finish_reason = delta.finish_reason or answer.finish_reason
-                yield delta
+        try:
+            async with aclosing(generate(request)) as deltas:
+                async for delta in deltas:
+                    if delta.token_ids:
+                        answer.tokens.append((time.monotonic(), len(delta.token_ids)))
+                    answer.finish_reason = delta.finish_reason or answer.finish_reason
+                    yield delta
+        finally:
+            answer.ended = time.monotonic()
 
 
 def is_idle(engine: Engine) -> bool:

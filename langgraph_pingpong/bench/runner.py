@@ -25,6 +25,10 @@ from langgraph_pingpong.trace import Event
 IDLE_WITHIN_S = 10.0
 """How long the engines may take to end what nobody waits for, after a run, in seconds."""
 
+SETTLE_S = 0.05
+"""An abort may still be on its way to an engine's process, where it keeps blocks from being forgotten: so they are
+forgotten twice, with this pause between, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -130,6 +134,8 @@ class Runner:
         _wait_until_idle(engines)
         engines.pool.planner = self._planners.get(mode.name)  # modes do not learn from each other
         engines.recorder.uncached = mode.cache == "never"
+        engines.pool.reset_prefix_cache()
+        time.sleep(SETTLE_S)
         engines.pool.reset_prefix_cache()
         if mode.cache == "prewarmed":
             first_token = engines.model.model_copy(update={"overlap": "off"}).bind(max_tokens=1)

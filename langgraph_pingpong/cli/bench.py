@@ -16,6 +16,7 @@ from langgraph_pingpong.exact import Exact
 
 if TYPE_CHECKING:
     from langgraph_pingpong.bench.engine_sets import EngineSettings
+    from langgraph_pingpong.bench.kit import Kit
     from langgraph_pingpong.bench.runner import Plan
 
 _ENGINES = "Model and engines"
@@ -43,9 +44,13 @@ ModelName = Annotated[
 Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_ENGINES)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer.", rich_help_panel=_ENGINES)]
 GpuMemory = Annotated[
-    float,
+    float | None,
     typer.Option(
-        min=0.01, max=1.0, help="Share of a GPU's memory for all engines on it together.", rich_help_panel=_ENGINES
+        min=0.01,
+        max=1.0,
+        help="Share of a GPU's memory for all engines on it together.",
+        show_default="0.85, or 0.92 for more than three",
+        rich_help_panel=_ENGINES,
     ),
 ]
 ExactName = Annotated[Exact, typer.Option(help="ids, or bits for engines that always round alike.")]
@@ -66,14 +71,23 @@ Lazy = Annotated[
         help="A static prefix waits for its upstream, or all are prefilled from the start of the run on.",
     ),
 ]
+Runs = Annotated[int, typer.Option(min=1, help="Counted runs of each mode.")]
+WarmupRuns = Annotated[int, typer.Option(min=0, help="Runs before them, written and not counted.")]
+ForceTokens = Annotated[bool, typer.Option(help="Answers go on to their limit, whatever they say.")]
+StrictTokens = Annotated[bool, typer.Option(help="A forced answer of another length makes the run fail.")]
+Seed = Annotated[int, typer.Option(help="Of the texts and of sampling.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+StopAfter = Annotated[float | None, typer.Option(metavar="SECONDS", help="Begin no run that would end later.")]
+Title = Annotated[str, typer.Option(help="What reports call the file.")]
+Show = Annotated[bool, typer.Option("--list", help="Show modes and profiles, and exit.")]
 
 
 def bench(  # noqa: PLR0913 - a parameter for each option
     output: Output = Path("results.jsonl"),
     profile: ProfileName = "long-prefill",
     modes: Modes = "serial,pingpong",
-    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each mode.")] = 10,
-    warmup_runs: Annotated[int, typer.Option(min=0, help="Runs before them, written and not counted.")] = 1,
+    runs: Runs = 10,
+    warmup_runs: WarmupRuns = 1,
     mode_order: ModeOrder = "alternate",
     values: Values = None,
     scale: ScaleName = None,
@@ -82,23 +96,18 @@ def bench(  # noqa: PLR0913 - a parameter for each option
     model: ModelName = None,
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
-    gpu_memory_utilization: GpuMemory = 0.85,
+    gpu_memory_utilization: GpuMemory = None,
     exact: ExactName = "ids",
     engine_args: EngineArgs = "{}",
     defer: Defer = True,
     lazy: Lazy = True,
-    force_max_output_tokens: Annotated[
-        bool, typer.Option(help="Answers go on to their limit, whatever they say.")
-    ] = True,
-    strict_output_tokens: Annotated[
-        bool, typer.Option(help="A forced answer of another length makes the run fail.")
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Of the texts and of sampling.")] = 42,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    stop_after: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Begin no run that would end later than that.")
-    ] = None,
-    show: Annotated[bool, typer.Option("--list", help="Show modes and profiles, and exit.")] = False,
+    force_max_output_tokens: ForceTokens = True,
+    strict_output_tokens: StrictTokens = True,
+    seed: Seed = 42,
+    temperature: Temperature = 0.0,
+    stop_after: StopAfter = None,
+    title: Title = "",
+    show: Show = False,
 ) -> None:
     """Measure a workload in several modes, one program, run by run, and keep every run.
 
@@ -108,66 +117,53 @@ def bench(  # noqa: PLR0913 - a parameter for each option
         if show:
             _list()
             raise typer.Exit
+        memory, args = gpu_memory_utilization, read_engine_args(engine_args)
+        settings = _settings(devices, model, dtype, max_model_len, memory, exact, args)
+        switches = {"force_tokens": force_max_output_tokens, "strict_tokens": strict_output_tokens}
+        switches |= {"defer": defer, "lazy": lazy}
+        order = {"runs": runs, "warmup_runs": warmup_runs, "order": mode_order, "seed": seed}
+        work = profile, values or [], scale or _scale(settings.kind)
+        plan = _plan(work, modes, chains, **order, **switches)
         from langgraph_pingpong.bench.kit import Kit
 
-        settings = _settings(
-            devices,
-            model=model,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            exact=exact,
-            engine_args=_json_object(engine_args),
-        )
-        plan = _plan(
-            profile,
-            modes,
-            scale or _scale(settings.kind),
-            values or [],
-            chains,
-            order=mode_order,
-            runs=runs,
-            warmup_runs=warmup_runs,
-            seed=seed,
-            force_tokens=force_max_output_tokens,
-            strict_tokens=strict_output_tokens,
-            defer=defer,
-            lazy=lazy,
-        )
-        console = Console()
-        kit = Kit(plan, settings, console, {"temperature": temperature, "seed": seed}, stop_after)
-        left = kit.run(output)
-        rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
-        console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
+        _run(Kit(plan, settings, Console(), {"temperature": temperature, "seed": seed}, title, stop_after), output)
 
 
-def _settings(devices: str | None, **settings: Any) -> EngineSettings:
-    from langgraph_pingpong.bench.engine_sets import EngineSettings, parse_places
-    from langgraph_pingpong.config import default_devices, parse_devices
-
-    names = parse_places(devices) if devices else list(default_devices())
-    parse_devices(names)
-    return EngineSettings(names, **settings)
+def _run(kit: Kit, output: Path) -> None:
+    left = kit.run(output)
+    rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
+    kit.console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
 
 
-def _plan(profile: str, modes: str, scale: Scale, values: list[str], chains: str, **settings: Any) -> Plan:
+def _settings(devices: str | None, *settings: Any) -> EngineSettings:
+    from langgraph_pingpong.bench.engine_sets import EngineSettings, places_of
+
+    return EngineSettings(places_of(devices), *settings)
+
+
+def _plan(work: tuple[str, list[str], Scale], modes: str, chains: str, **settings: Any) -> Plan:
     from langgraph_pingpong.bench.modes import parse_modes
     from langgraph_pingpong.bench.profiles import PROFILES, parse_values
     from langgraph_pingpong.bench.runner import Plan
     from langgraph_pingpong.config import refuse_unknown
 
+    profile, values, scale = work
     refuse_unknown([profile], PROFILES, "The benchmark")
-    chosen = PROFILES[profile]
-    cases = list(chosen.cases(scale, parse_values(values)))
+    cases = list(PROFILES[profile].cases(scale, parse_values(values)))
     at_once = parse_values([f"chains={chains}"])["chains"]
-    return Plan(chosen, cases, parse_modes(modes), at_once, **settings)
+    return Plan(PROFILES[profile], cases, parse_modes(modes), at_once, **settings)
 
 
 def _scale(kind: str) -> Scale:
     return "gpu" if kind == "cuda" else "cpu" if kind == "cpu" else "fake"
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def read_engine_args(text: str) -> dict[str, Any]:
+    """A JSON object from the text of `--engine-args`.
+
+    Raises:
+        BadParameter: it is none.
+    """
     try:
         return TypeAdapter(dict[str, Any]).validate_python(json.loads(text))
     except (ValueError, ValidationError):

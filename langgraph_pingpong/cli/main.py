@@ -17,9 +17,11 @@ import typer
 from rich.console import Console
 
 from langgraph_pingpong.cli.bench import bench
+from langgraph_pingpong.cli.doctor import doctor
 from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
 from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
+from langgraph_pingpong.cli.results import report
 from langgraph_pingpong.cli.screen import Screen
 from langgraph_pingpong.cli.serve import serve
 from langgraph_pingpong.errors import ConfigError, SettingOfServers
@@ -105,6 +107,8 @@ def pingpong(
 
 app.command()(serve)
 app.command()(bench)
+app.command()(report)
+app.command()(doctor)
 
 
 @app.command()

@@ -1,0 +1,74 @@
+"""Runs that belong together: those of one mode, case and number of chains, and the baseline they are held against."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from langgraph_pingpong.bench.lines import Line, Results
+
+Case = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The counted runs of one mode in one case, in the order of their numbers."""
+
+    mode: str
+    case: Case
+    chains: int
+    runs: Sequence[Line]
+
+    @property
+    def name(self) -> str:
+        """The mode, and how many chains at once if that is more than one."""
+        return f"{self.mode} x{self.chains}" if self.chains > 1 else self.mode
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All groups of one case, in the order in which the modes were named, and what they are held against."""
+
+    case: Case
+    groups: Sequence[Group]
+    baseline_mode: str
+
+    def baseline(self, group: Group) -> Group | None:
+        """The baseline of a group: that with as many chains; else, for one chain, none."""
+        same = [each for each in self.groups if each.mode == self.baseline_mode and each.chains == group.chains]
+        many = [each for each in self.groups if each.mode == "dp2-serial" and each.chains == group.chains]
+        return next(iter(same or many), None)
+
+
+def compare(results: Results, baseline: str | None = None) -> list[Compared]:
+    """The counted runs of a file, case by case."""
+    runs = defaultdict(list)
+    for run in results.counted:
+        runs[tuple(run["case"].items()), run["mode"], run["chains"]].append(run)
+    groups = [
+        Group(mode, case, chains, sorted(of_group, key=lambda run: int(run["run"])))
+        for (case, mode, chains), of_group in runs.items()
+    ]
+    mode = baseline or default_baseline(results, {group.mode for group in groups})
+    order = {name: place for place, name in enumerate(dict.fromkeys(run["mode"] for run in results.runs))}
+    groups.sort(key=lambda group: (order[group.mode], group.chains))
+    cases = dict.fromkeys(group.case for group in sorted(groups, key=lambda group: group.case))
+    return [Compared(case, [group for group in groups if group.case == case], mode) for case in cases]
+
+
+def default_baseline(results: Results, modes: set[str]) -> str:
+    """`serial`, unless its engine has more of the machine than one of a pair and the pair ran with edges off, too."""
+    wider = results.setup["devices"][0].startswith("cpu")
+    return "dp2-serial" if "dp2-serial" in modes and (wider or "serial" not in modes) else "serial"
+
+
+def varying(cases: Sequence[Case]) -> list[str]:
+    """The names of the parameters that are not the same in all cases."""
+    return [name for name, _ in cases[0] if len({dict(case)[name] for case in cases}) > 1]
+
+
+def named(case: Case, names: Sequence[str]) -> str:
+    """The values of some of a case's parameters, in words."""
+    values = dict(case)
+    return ", ".join(f"{name} {values[name]:,}" for name in names)

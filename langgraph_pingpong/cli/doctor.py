@@ -1,0 +1,127 @@
+"""`pingpong doctor`: what this machine is, what fits on it, and which topology suits a workload."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from langgraph_pingpong.cli.bench import read_engine_args
+from langgraph_pingpong.cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from langgraph_pingpong.bench.cost_model import Speeds, Workload
+    from langgraph_pingpong.bench.doctor import Answers, Fit, Sizes
+    from langgraph_pingpong.bench.document import Block
+    from langgraph_pingpong.bench.engine_sets import EngineSettings
+
+_WORK = "Workload"
+_KNOWN = "What only you know"
+
+
+def doctor(  # noqa: PLR0913 - a parameter for each option
+    devices: Annotated[str | None, typer.Option(help="Like 0,1 or cuda:0,cuda:1.")] = None,
+    model: Annotated[str | None, typer.Option(help="A folder or Hugging Face id; without it a small one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's memory for an engine.")] = 0.85,
+    engine_args: Annotated[str, typer.Option(metavar="JSON", help="More of vLLM's engine arguments.")] = "{}",
+    calibrate: Annotated[bool, typer.Option(help="Start an engine and measure it; without it no advice.")] = True,
+    tp: Annotated[bool, typer.Option("--tp", help="Measure an engine over all devices, too.")] = False,
+    agents: Annotated[int, typer.Option(min=2, help="Agents in a row.", rich_help_panel=_WORK)] = 5,
+    static: Annotated[int, typer.Option(help="Tokens that each knows before.", rich_help_panel=_WORK)] = 4096,
+    document: Annotated[int, typer.Option(help="Tokens that the first reads.", rich_help_panel=_WORK)] = 1024,
+    output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.", rich_help_panel=_WORK)] = 256,
+    last_output: Annotated[int, typer.Option(min=1, help="Tokens of the last one.", rich_help_panel=_WORK)] = 64,
+    chains: Annotated[int, typer.Option(min=1, help="Chains at once.", rich_help_panel=_WORK)] = 1,
+    reusable: Annotated[
+        bool | None, typer.Option("--reusable/--not-reusable", help="Pieces come again.", rich_help_panel=_KNOWN)
+    ] = None,
+    branches: Annotated[
+        bool | None, typer.Option("--branches/--no-branches", help="Branches share prefixes.", rich_help_panel=_KNOWN)
+    ] = None,
+    first_token: Annotated[
+        bool | None,
+        typer.Option("--first-token/--no-first-token", help="Its time matters.", rich_help_panel=_KNOWN),
+    ] = None,
+) -> None:
+    """Look at the machine, measure it in under a minute, and say which topology suits a workload, with reasons."""
+    with plain_errors():
+        from langgraph_pingpong.bench.cost_model import Workload
+        from langgraph_pingpong.bench.doctor import Answers
+        from langgraph_pingpong.bench.document import to_console
+        from langgraph_pingpong.bench.engine_sets import EngineSettings, places_of
+
+        settings = EngineSettings(
+            places_of(devices),
+            model=model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            engine_args=read_engine_args(engine_args),
+        )
+        work = Workload(agents, static, document, output, last_output, chains)
+        answers = Answers(reusable, branches, first_token)
+        to_console(_blocks(settings, work, answers, calibrate, tp), Console())
+
+
+def _blocks(settings: EngineSettings, work: Workload, answers: Answers, calibrate: bool, tp: bool) -> Iterator[Block]:
+    from langgraph_pingpong.bench.cost_model import Place, advise
+    from langgraph_pingpong.bench.doctor import advice_blocks, checklist, free_share, machine_blocks
+    from langgraph_pingpong.bench.document import Heading, Table
+
+    free = free_share(settings.devices)  # before an engine takes its part
+    sizes, fits = _fit(settings)
+    speeds, over_all, appends = _measure(settings, tp) if calibrate else (None, None, None)
+    yield from machine_blocks(settings.devices, sizes, fits, appends)
+    if speeds is not None:
+        twice = fits is None or fits.twice
+        place = Place(len(settings.devices), _link(settings), twice, speeds, over_all, settings.kind != "cpu")
+        yield from advice_blocks(work, place, advise(work, place))
+    yield Heading("Checklist", 1)
+    yield Table(["question", "answer"], checklist(work, answers, free))
+
+
+def _fit(settings: EngineSettings) -> tuple[Sizes | None, Fit | None]:
+    """Modelled engines have no weights."""
+    from langgraph_pingpong.bench.doctor import fit, sizes_of
+    from langgraph_pingpong.config import EngineConfig, parse_devices, resolve_model
+
+    if settings.kind == "fake":
+        return None, None
+    config = EngineConfig(resolve_model(settings.model), parse_devices(settings.devices), dtype=settings.dtype)
+    sizes = sizes_of(config)
+    cache_gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
+    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization or 0.85, cache_gib)
+
+
+def _measure(settings: EngineSettings, tp: bool) -> tuple[Speeds, Speeds | None, bool]:
+    """Speeds of one engine, of one over all devices where asked for, and whether prompts may grow by deltas."""
+    from langgraph_pingpong.bench.calibration import calibrate, takes_appends
+    from langgraph_pingpong.bench.engine_sets import EngineSets
+    from langgraph_pingpong.bench.modes import MODES
+
+    console = Console(stderr=True)
+    # Not `serial`: on a CPU its engine has all cores, and a pair's have some each.
+    modes = [MODES["dp2-serial" if len(settings.devices) > 1 else "serial"], *([MODES["tp2-serial"]] if tp else [])]
+    with EngineSets(settings, modes, {}) as sets:
+        sets.start(lambda text: console.print(f"{text} ...", highlight=False))
+        pools = [sets.of(mode).pool for mode in modes]
+        measured = [pool.loop.run(calibrate(pool.engines[0])) for pool in pools]
+        appends = pools[0].loop.run(takes_appends(pools[0].engines[0]))
+    return measured[0], measured[1] if tp else None, appends
+
+
+def _link(settings: EngineSettings) -> str:
+    """'nvlink' where all GPUs are joined by it, else 'other'."""
+    from langgraph_pingpong.bench.doctor import links
+    from langgraph_pingpong.bench.machine import output_of
+    from langgraph_pingpong.config import Device
+
+    if settings.kind != "cuda" or len(settings.devices) < 2:
+        return "other"
+    found = links(output_of("nvidia-smi", "topo", "-m"), [Device.parse(name).index for name in settings.devices])
+    return "nvlink" if found and all(link.startswith("NV") for link in found.values()) else "other"

@@ -1,0 +1,257 @@
+"""Every metric on lines made by hand, whose values can be worked out on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from langgraph_pingpong.bench import metrics
+from langgraph_pingpong.bench.groups import compare, named, varying
+from langgraph_pingpong.bench.lines import Results
+from langgraph_pingpong.bench.timeline import Span, median_run, spans
+
+
+def event(name: str, t: float, node: str, graph_run: int = 0, device: str = "d0", **data: Any) -> dict[str, Any]:
+    return {"name": name, "t": t, "node": node, "graph_run": graph_run, "device": device, "data": data}
+
+
+def agent(node: str, ttft: float, total: float, **more: Any) -> dict[str, Any]:
+    known = {
+        "node": node,
+        "device": "d0",
+        "ttft_ms": ttft,
+        "total_ms": total,
+        "prompt_tokens": 100,
+        "output_tokens": 3,
+        "prompt_sha256": f"prompt of {node}",
+        "static": 0,
+        "streamed": 0,
+        "cached": 0,
+        "wasted": 0,
+        "ids_equal": True,
+        "graph_run": 0,
+    }
+    return {**known, **more}
+
+
+def answer(device: str, sha256: str, started: float, times: Sequence[float], done: bool = True) -> dict[str, Any]:
+    return {
+        "device": device,
+        "prompt_tokens": 100,
+        "prompt_sha256": sha256,
+        "started": started,
+        "ended": 99.0,
+        "tokens": [[at, 1] for at in times],
+        "finish_reason": "length" if done else None,
+    }
+
+
+def chain(e2e: float, ttft: Sequence[float], step: float = 10.0, **more: Any) -> dict[str, Any]:
+    """A run of agents A, B, ... that say three tokens each, on two devices in turn."""
+    events, agents, answers, now = [], [], [], 0.0
+    for place, wait in enumerate(ttft):
+        node, device = "ABCDE"[place], f"d{place % 2}"
+        events.append(event("generate.started", now, node, device=device))
+        times = [now + wait + step * number for number in range(3)]
+        answers.append(answer(device, f"prompt of {node}", now, times))
+        agents.append(agent(node, wait, wait + 2 * step, device=device))
+        now = times[-1]
+        events.append(event("finish", now, node, device=device, agent=place))
+    known = {
+        "mode": "serial",
+        "run": 0,
+        "warmup": False,
+        "case": {"static": 100},
+        "chains": 1,
+        "at": "2026-11-30T00:00:00",
+        "e2e_ms": e2e,
+        "chain_ms": [e2e],
+        "texts": [{"A": "x", "B": "y"}],
+        "session": 0,
+        "machine": {"load": 1.0},
+        "events": events,
+        "agents": agents,
+        "answers": answers,
+    }
+    return {**known, **more}
+
+
+SERIAL = [chain(1000.0, (200, 100, 100), run=0), chain(1100.0, (200, 140, 100), run=1)]
+QUICK = [chain(850.0, (200, 5, 15), run=0, mode="pingpong"), chain(810.0, (202, 5, 5), run=1, mode="pingpong")]
+
+
+def test_figures_leave_no_value_out() -> None:
+    figures = metrics.Figures.of([5.0, 1.0, 2.0, 100.0])
+    assert figures == metrics.Figures(27.0, 3.5, 1.0, 100.0, 100.0, (5.0, 1.0, 2.0, 100.0))
+    assert metrics.p95(range(1, 101)) == 95
+    assert metrics.p95(range(1, 21)) == 19
+    assert metrics.p95([7]) == 7
+
+
+def test_who_is_downstream_and_who_upstream() -> None:
+    run = SERIAL[0]
+    assert metrics.followers(run) == [False, True, True]
+    assert [each["node"] for each in metrics.first_agents(run)] == ["A"]
+    assert [each["node"] for each in metrics.upstream_agents(run)] == ["A", "B"]
+    events = [
+        event("generate.started", 0, "A"),
+        event("generate.started", 0, "B"),
+        event("generate.started", 1, "A", 1),
+        event("finish", 5, "A"),
+        event("generate.started", 6, "C"),
+        event("finish", 7, "B"),
+        event("finish", 8, "A", 1),
+        event("finish", 9, "C"),
+    ]
+    agents = [agent("A", 1, 2), agent("B", 1, 2), agent("A", 1, 2, graph_run=1), agent("C", 1, 2)]
+    together = {"events": events, "agents": agents}
+    assert metrics.followers(together) == [False, False, False, True]
+    assert [each["node"] for each in metrics.upstream_agents(together)] == ["A"]
+    assert not metrics.is_one_chain(together)
+    assert metrics.is_one_chain(run)
+
+
+def test_times() -> None:
+    assert metrics.e2e(SERIAL).values == (1000.0, 1100.0)
+    assert metrics.chain_latency([chain(9, (1,), chain_ms=[3.0, 9.0])]).mean == 6
+    ttft = metrics.downstream_ttft(SERIAL)
+    assert ttft is not None
+    assert ttft.values == (100, 100, 140, 100)
+    assert metrics.downstream_ttft([chain(100, (5,))]) is None
+    assert metrics.first_ttft(SERIAL).values == (200, 200)
+    assert metrics.by_agent(SERIAL, "total_ms")["B"].values == (120, 160)
+
+
+def test_gaps_between_tokens() -> None:
+    run = chain(100, (5,))
+    run["answers"] = [
+        answer("d0", "x", 0, (10, 20, 30, 70)),
+        {**answer("d1", "y", 0, ()), "tokens": [[0, 1], [30, 3]]},
+        answer("d1", "z", 0, (0, 500), done=False),
+    ]
+    assert metrics.gaps(run) == [10, 10, 40, 10, 10, 10]
+    assert metrics.gaps(run, "d1") == [10, 10, 10]
+    assert metrics.tpot([run]) == 10
+    assert metrics.jitter([run], "d0") == 30
+    assert metrics.jitter([run], "d1") == 0
+    assert metrics.tpot([run], "d2") is None
+    assert metrics.jitter([run], "d2") is None
+    assert metrics.devices_of([run]) == ["d0", "d1"]
+
+
+def test_first_tokens_in_steps() -> None:
+    assert metrics.ttft_in_steps(QUICK) == 0.5
+    assert metrics.ttft_in_steps([chain(100, (5,))]) is None
+
+
+def test_hidden_share() -> None:
+    assert metrics.hidden_share(QUICK, SERIAL) == pytest.approx((1050 - 830) / 220)
+    assert metrics.hidden_share(SERIAL, SERIAL) == 0
+    assert metrics.hidden_share([chain(100, (5,))], [chain(100, (5,))]) is None, "there is nothing to hide"
+    at_once = chain(100, (5, 5))
+    at_once["events"].sort(key=lambda each: each["name"], reverse=True)
+    assert metrics.hidden_share([at_once], SERIAL) is None
+
+
+def test_held_against_the_baseline() -> None:
+    assert metrics.speedup(QUICK, SERIAL) == pytest.approx(1050 / 830 - 1)
+    assert metrics.first_ttft_change(QUICK, SERIAL) == pytest.approx(201 / 200 - 1)
+    slower = [chain(1000, (200, 5, 5), step=10.5)]
+    assert metrics.upstream_slowdown(slower, SERIAL) == pytest.approx(0.05)
+    assert metrics.upstream_slowdown([chain(100, (5,))], SERIAL) is None
+
+
+def test_shares_of_prompts() -> None:
+    run = chain(100, (5, 5, 5))
+    run["agents"][0] |= {"static": 50, "wasted": 7}
+    run["agents"][1] |= {"static": 60, "streamed": 20, "cached": 96, "wasted": 10}
+    run["agents"][2] |= {"static": 30, "streamed": 0, "cached": 16}
+    shares = metrics.prefill_shares(run)
+    assert shares is not None
+    assert (shares.static, shares.streamed, shares.cached, shares.left, shares.wasted) == (0.45, 0.1, 0.08, 0.37, 0.05)
+    assert shares.reduction == 0.63
+    assert metrics.prefill_shares(chain(100, (5,))) is None
+    mean = metrics.mean_prefill([run, chain(100, (5, 5, 5)), chain(100, (5,))])
+    assert mean is not None
+    assert (mean.static, mean.left) == (0.225, pytest.approx(0.685))
+
+
+def test_a_server_may_not_tell_what_was_cached() -> None:
+    run = chain(100, (5, 5))
+    run["agents"][1]["cached"] = None
+    shares = metrics.prefill_shares(run)
+    assert shares is not None
+    assert shares.cached == 0
+
+
+def test_equality() -> None:
+    other = chain(850, (200, 5, 5), run=1, texts=[{"A": "x", "B": "else"}])
+    other["agents"][1]["prompt_sha256"] = "another"
+    assert metrics.equal([QUICK[0], other], SERIAL) == metrics.Equal(runs=2, ids=2, texts=1, counts=2)
+    wrong = chain(850, (200, 5, 5), run=1)
+    wrong["agents"][1] |= {"prompt_sha256": "another", "output_tokens": 2}
+    assert metrics.equal([QUICK[0], wrong], SERIAL) == metrics.Equal(runs=2, ids=1, texts=2, counts=1)
+    wrong["agents"][1] |= {"prompt_sha256": "prompt of B", "ids_equal": False}
+    assert metrics.equal([wrong], SERIAL).ids == 0
+    assert metrics.equal([chain(1, (5,), run=9)], SERIAL).runs == 0
+
+
+def test_what_slows_down_is_shown() -> None:
+    run = chain(100, (5,))
+    run["answers"] = [answer("d0", "x", 0, (0, 100)), answer("d1", "y", 0, (0, 103)), answer("d2", "z", 0, (0, 101))]
+    assert metrics.slow_devices([run]) == {"d1": pytest.approx(0.03)}
+    runs = [chain(100.0 + number, (5,), at=f"2026-11-30T00:00:0{number}") for number in (5, 0, 1, 4, 2, 3)]
+    assert metrics.drift(runs) == pytest.approx(104.5 / 100.5 - 1)
+    assert metrics.drift(runs[:2]) is None
+
+
+def test_groups_and_their_baseline() -> None:
+    runs = [
+        chain(1, (5, 5), mode="pingpong"),
+        chain(1, (5, 5), mode="serial", run=1),
+        chain(1, (5, 5), mode="serial", warmup=True),
+        chain(1, (5, 5), mode="serial"),
+        chain(1, (5, 5), mode="dp2-serial"),
+        chain(1, (5, 5), mode="dp2-serial", chains=4),
+        chain(1, (5, 5), mode="pingpong-many", chains=4),
+        chain(1, (5, 5), mode="serial", case={"static": 50}),
+    ]
+    gpus, cpus = ([*compare(Results({"devices": [device]}, runs))] for device in ("cuda:0", "cpu:0"))
+    small, large = gpus
+    assert [(group.name, len(group.runs)) for group in large.groups] == [
+        ("pingpong", 1),
+        ("serial", 2),
+        ("dp2-serial", 1),
+        ("dp2-serial x4", 1),
+        ("pingpong-many x4", 1),
+    ]
+    by_name = {group.name: group for group in large.groups}
+    assert large.baseline(by_name["pingpong"]) is by_name["serial"]
+    assert large.baseline(by_name["pingpong-many x4"]) is by_name["dp2-serial x4"]
+    assert [run["run"] for run in by_name["serial"].runs] == [0, 1]
+    assert (gpus[0].baseline_mode, cpus[0].baseline_mode) == ("serial", "dp2-serial")
+    assert (small.case, varying([small.case, large.case])) == ((("static", 50),), ["static"])
+    assert named(large.case, ["static"]) == "static 100"
+
+
+def test_the_timeline() -> None:
+    run = chain(200, (50, 10))
+    run["events"] += [
+        event("append.started", 55, "B", device="d1"),
+        event("append.complete", 60, "B", device="d1"),
+        event("append.started", 61, "B", device="d1"),
+        event("finalize", 70, "B", device="d1"),
+    ]
+    run["answers"].append(answer("d1", "prompt of B, cut", 62, (), done=False))
+    assert spans(run) == [
+        Span("d0", "prefill", "A", 0, 50),
+        Span("d0", "decode", "A", 50, 70),
+        Span("d1", "append", "B", 55, 60),
+        Span("d1", "append", "B", 61, 70),
+        Span("d1", "aborted", "", 62, 99.0),
+        Span("d1", "prefill", "B", 70, 80),
+        Span("d1", "decode", "B", 80, 100),
+    ]
+    assert median_run([chain(3, (1,)), chain(1, (1,)), chain(2, (1,))])["e2e_ms"] == 2
