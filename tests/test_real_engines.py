@@ -242,7 +242,7 @@ SCRIPT = """
 
     {guard}
         import psutil
-        model = ChatPingPong(devices={devices}, max_tokens=4, max_model_len=512).start()
+        model = ChatPingPong(devices={devices}, max_tokens=4, temperature=0.0, max_model_len=512).start()
         children = [p.pid for p in psutil.Process().children()]
         said = [model.invoke("Hi").text]
         try:
@@ -270,7 +270,7 @@ def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -
         start_new_session=True,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)  # nothing else is said, whatever ends at which moment
     assert result["said"][0]
     assert len(set(result["said"])) == 1
     assert result["unfinished"] == [0, 0]

@@ -137,7 +137,10 @@ class VllmEngine:
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
             await asyncio.wait({llm.output_handler})
-        await asyncio.to_thread(llm.shutdown)
+        if threading.main_thread().is_alive():
+            await asyncio.to_thread(llm.shutdown)
+        else:  # at the interpreter's end no thread takes work any more
+            llm.shutdown()
         # vLLM's object shuts down once more when it is collected. At the interpreter's end that raises.
         llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
 
