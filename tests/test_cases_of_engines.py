@@ -205,7 +205,7 @@ class TestAnswersOfReal:
         """A writer, and a critic with more arguments; also what the critic's messages will be."""
         heard: list[Any] = []
         writes = {"critic": lambda answer: (heard.append(answer), {"critic": answer.text})[1]}
-        graph = lab.chain(model.bind(max_tokens=24), writes=writes)
+        graph = lab.chain(model.bind(max_tokens=48), writes=writes)
         graph.nodes["critic"].bound.model = model.bind(max_tokens=12, **critic)
         return graph, heard
 

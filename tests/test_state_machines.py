@@ -160,11 +160,13 @@ class SessionMachine(RuleBasedStateMachine):
         """Run something on the modelled loop, and whatever follows from it without time going by."""
 
         async def settled() -> T:
-            try:
-                return await work
-            finally:
-                for _ in range(40):
-                    await asyncio.sleep(0)
+            working = asyncio.ensure_future(work)
+            for turn in range(200):
+                if working.done() and turn > 40:
+                    return working.result()
+                await asyncio.sleep(0)
+            working.cancel()
+            raise AssertionError("it waits for something that does not come")
 
         return self.loop.run_until_complete(settled())
 
@@ -353,6 +355,6 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-SessionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SessionMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 TestSession = SessionMachine.TestCase
