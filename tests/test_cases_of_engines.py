@@ -243,7 +243,7 @@ class TestAnswersOfReal:
         record = lab.record(real_model)
         assert graph.invoke(TASK)["critic"] == plain["critic"][: plain["critic"].index(word)]
         certificate = record.certificate("critic")
-        assert certificate["streamed"] > 0
+        assert certificate["streamed"] > 0, [(e.name, e.node, round(e.t, 2), e.data) for e in record.events]
         assert len(heard[0].response_metadata["logprobs"]["content"]) == heard[0].usage_metadata["output_tokens"]
         graph, heard = self.chain(lab, real_model, n=2)
         assert graph.invoke(TASK)["critic"] == plain["critic"]

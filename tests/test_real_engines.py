@@ -22,6 +22,7 @@ from graphs.five_agents import CHAIN, build
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.trace import Event
+from tests.conftest import wait_until
 from tests.engines_fixture import DEVICES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -276,4 +277,4 @@ def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -
     assert result["unfinished"] == [0, 0]
     assert len(result["children"]) >= 2
     assert "Traceback" not in done.stderr
-    assert [pid for pid in result["children"] if psutil.pid_exists(pid)] == []
+    wait_until(lambda: not any(map(psutil.pid_exists, result["children"])), 10.0, "end of every process it started")
