@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
@@ -165,6 +166,8 @@ class EnginePool:
                 self.close()
                 raise
             self._started = True
+            # The last to be registered is the first to run: before multiprocessing ends the engines' processes.
+            atexit.register(self._finalizer)
 
     async def _start_engines(self) -> None:
         # One after the other: a second engine takes the compiled code of the first from its cache, and memory is
@@ -176,6 +179,7 @@ class EnginePool:
     def close(self) -> None:
         """Shut the engines down and end the loop thread. Safe to call twice."""
         self._finalizer()
+        atexit.unregister(self._finalizer)
 
     def lease(self, preferred: int, ids: Sequence[int] = (), salt: str | None = None) -> Lease:
         """Reserve a place for a call whose turn is at position `preferred` (modulo the pool's size).

@@ -30,6 +30,7 @@ from langgraph_pingpong.pool import Lease
 from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
+from langgraph_pingpong.trace import Trace
 from tests.growing_prompts import CRITIC, WRITER, segments_of
 from tests.shipped_tokenizers import qwen
 
@@ -316,9 +317,10 @@ class GivenIds:
         self.ids = list(range(int(text)))
 
 
-def opened(run: Session, lease: Lease) -> StreamingEdge:
+def opened(run: Session, lease: Lease, trace: Trace | None = None) -> StreamingEdge:
     """An edge from the writer to the critic whose prompt a test decides."""
-    run.open_edge(Upcoming(CRITIC, 2, "declared", GivenIds()), Call(Request(()), WRITER), lease, 1)
+    call = Call(Request(()), WRITER, trace=trace or Trace())
+    run.open_edge(Upcoming(CRITIC, 2, "declared", GivenIds()), call, lease, 1)
     return run._edges[CRITIC]
 
 

@@ -56,8 +56,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 @contextmanager
 def process_using_the_model() -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", USE_ONCE]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    command, pipe = [sys.executable, "-c", USE_ONCE], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             yield process
         finally:
@@ -126,8 +126,18 @@ class TestCheckpoint:
         assert capfd.readouterr() == ("", "")
 
 
+def damage(folder: Path) -> None:
+    """Turn one bit of the weights over."""
+    with (folder / "model.safetensors").open("r+b") as weights:
+        weights.seek(100_000_000)
+        byte = weights.read(1)[0]
+        weights.seek(-1, os.SEEK_CUR)
+        weights.write(bytes([byte ^ 1]))
+
+
 @pytest.mark.timeout(600)
-def test_after_a_kill_two_processes_at_once_share_one_good_model(empty_cache: Path) -> None:
+def test_a_kill_leaves_no_model_and_two_processes_at_once_mend_a_damaged_one(model: Path, empty_cache: Path) -> None:
+    """All in one test: each conversion of the model takes half a minute."""
     with process_using_the_model() as killed:
         half = wait_for(empty_cache, ".*.tmp/model.safetensors")
         children = psutil.Process(killed.pid).children()
@@ -139,35 +149,20 @@ def test_after_a_kill_two_processes_at_once_share_one_good_model(empty_cache: Pa
     assert not (half.parent / "tokenizer.json").exists(), "the orphan went on"
     assert list(empty_cache.glob(f"{default_model.MODEL_NAME}*")) == []
 
-    with process_using_the_model() as one, process_using_the_model() as other:
-        reports = [json.loads(process.communicate()[0]) for process in (one, other)]
-    assert reports[0] == reports[1]
-    folder = Path(reports[0][0])
-    assert folder.parent == empty_cache
-    assert find_damage(folder) is None
-    assert scratch_folders(empty_cache) == []
-
-
-@pytest.mark.timeout(600)
-def test_a_damaged_model_is_rebuilt_with_a_warning(
-    model: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
     damaged = empty_cache / model.name
     shutil.copytree(model, damaged)
-    with (damaged / "model.safetensors").open("r+b") as weights:
-        weights.seek(100_000_000)
-        byte = weights.read(1)[0]
-        weights.seek(-1, os.SEEK_CUR)
-        weights.write(bytes([byte ^ 1]))
-    with pytest.warns(RuntimeWarning, match="rebuilt: model.safetensors has the wrong content"):
-        assert default_model_path() == damaged
+    damage(damaged)
+    with process_using_the_model() as one, process_using_the_model() as other:
+        outputs, errors = zip(*[process.communicate() for process in (one, other)], strict=True)
+    assert [json.loads(output) for output in outputs] == [
+        [str(damaged), (damaged / "model.safetensors").stat().st_ino]
+    ] * 2, "both use the one that was made, and say nothing else"
     assert find_damage(damaged) is None
     assert json.loads((damaged / "manifest.json").read_text()) == json.loads((model / "manifest.json").read_text())
     assert scratch_folders(empty_cache) == []
-    output, progress = capfd.readouterr()
-    assert output == ""
-    assert progress.count("\n") == 1, "one line where no person watches"
-    assert str(damaged) in progress
+    rebuilt = f"RuntimeWarning: The default model in {damaged} is rebuilt: model.safetensors has the wrong content."
+    assert [error.count(rebuilt) for error in sorted(errors, key=len)] == [0, 1], "one mends it, the other waits"
+    assert [error.count("Preparing the default model") for error in errors] == [1, 1]
 
 
 class TestFindDamage:

@@ -211,9 +211,12 @@ class TestClose:
         assert all(engine.stopped for engine in engines)
 
     def test_happens_at_the_interpreters_end(self) -> None:
+        """Before multiprocessing, which is imported with vLLM, ends the engines' processes."""
         script = """
-import sys
+import atexit
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
+
+atexit.register(print, "what was registered before the start")
 
 class Telling(FakeEngine):
     async def stop(self):
@@ -229,8 +232,9 @@ print("said something", flush=True)
             [sys.executable, "-W", "error", "-c", script], env=environment, capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stderr) == (0, "")
-        first, *stops = done.stdout.splitlines()
+        first, *stops, last = done.stdout.splitlines()
         assert (first, sorted(stops)) == ("said something", ["stopped fake:0", "stopped fake:1"])
+        assert last == "what was registered before the start"
 
 
 class TestCopies:

@@ -22,6 +22,7 @@ from graphs.five_agents import CHAIN, build
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.trace import Event
+from tests.conftest import wait_until
 from tests.engines_fixture import DEVICES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -243,7 +244,7 @@ SCRIPT = """
 
     {guard}
         import psutil
-        model = ChatPingPong(devices={devices}, max_tokens=4, max_model_len=512).start()
+        model = ChatPingPong(devices={devices}, max_tokens=4, temperature=0.0, max_model_len=512).start()
         children = [p.pid for p in psutil.Process().children()]
         said = [model.invoke("Hi").text]
         try:
@@ -271,10 +272,10 @@ def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -
         start_new_session=True,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)  # nothing else is said, whatever ends at which moment
     assert result["said"][0]
     assert len(set(result["said"])) == 1
     assert result["unfinished"] == [0, 0]
     assert len(result["children"]) >= 2
     assert "Traceback" not in done.stderr
-    assert [pid for pid in result["children"] if psutil.pid_exists(pid)] == []
+    wait_until(lambda: not any(map(psutil.pid_exists, result["children"])), 10.0, "end of every process it started")

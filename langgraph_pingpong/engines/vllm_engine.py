@@ -180,7 +180,10 @@ class VllmEngine:
             llm.output_handler.cancel()
             await asyncio.wait({llm.output_handler})
         llm.output_processor.propagate_error(EngineDeadError())  # nothing else would tell open requests
-        await asyncio.to_thread(llm.shutdown)
+        if threading.main_thread().is_alive():
+            await asyncio.to_thread(llm.shutdown)
+        else:  # at the interpreter's end no thread takes work any more
+            llm.shutdown()
         # vLLM's object shuts down once more when it is collected. At the interpreter's end that raises.
         llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
 
