@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +17,7 @@ from langgraph_pingpong import EnginePool, FakeEngine
 from langgraph_pingpong.engines.base import Delta, Request, Said
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Segment, Stream, common_prefix
+from langgraph_pingpong.placement import CLEARLY_FEWER
 from langgraph_pingpong.pool import Lease
 from langgraph_pingpong.session import Call, Certificate, Session
 from langgraph_pingpong.streaming_edge import UNCLAIMED_AFTER_S, Upcoming
@@ -47,29 +48,37 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=leases, preferred=st.integers(-3, 12))
     def reserve(self, preferred: int) -> Lease:
+        before, turn = self.loads(), preferred % len(self.pool.engines)
         lease = self.pool.lease(preferred)
-        assert lease.index == preferred % len(self.pool.engines)
-        self.held.append(lease)
-        return lease
+        if lease.index != turn:
+            assert before[lease.index] + CLEARLY_FEWER <= before[turn]
+        return self.hold(lease)
 
-    @rule(target=leases, preferred=st.integers(0, 12), avoid=st.integers(0, 4))
-    def reserve_elsewhere(self, preferred: int, avoid: int) -> Lease:
-        before = self.loads()
-        lease = self.pool.lease(preferred, avoid=avoid)
-        wanted = preferred % len(before)
-        if wanted != avoid or len(before) == 1:
-            assert lease.index == wanted
-        else:
-            assert lease.index != avoid
-            assert before[lease.index] == min(load for n, load in enumerate(before) if n != avoid)
-        self.held.append(lease)
-        return lease
+    @rule(target=leases, upstream=leases, ahead=st.integers(1, 4))
+    def reserve_ahead(self, upstream: Lease, ahead: int) -> Lease:
+        lease = self.pool.lease_ahead(upstream, ahead)
+        if len(self.pool.engines) == 1:
+            assert lease is None
+        if lease is None:
+            return upstream
+        assert lease.index != upstream.index
+        return self.hold(lease)
+
+    @rule(target=leases, upstream=leases)
+    def reserve_beside(self, upstream: Lease) -> Lease:
+        lease = self.pool.lease_beside(upstream)
+        assert lease is not None
+        assert lease.index == upstream.index
+        return self.hold(lease)
 
     @rule(target=leases)
-    def reserve_the_least_loaded(self) -> Lease:
+    def reserve_for_a_run(self) -> Lease:
         before = self.loads()
-        lease = self.pool.lease(self.pool.least_loaded())
+        lease = self.pool.lease(self.pool.start_of_run())
         assert before[lease.index] == min(before)
+        return self.hold(lease)
+
+    def hold(self, lease: Lease) -> Lease:
         self.held.append(lease)
         return lease
 
@@ -83,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def loads_are_the_leases_that_are_held(self) -> None:
         if hasattr(self, "pool"):
-            assert self.pool._loads == self.loads()
+            assert self.pool._placement.leases == self.loads()
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
@@ -144,10 +153,7 @@ class SessionMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = ModelledLoop()
         self.replies: dict[tuple[int, ...], str] = {}
-        self.engines = [
-            FakeEngine(f"fake:{n}", template().tokenizer, lambda text: self.replies[ids_of(text)], BLOCK)
-            for n in range(2)
-        ]
+        self.engines = [FakeEngine(f"fake:{n}", template().tokenizer, self.reply, BLOCK) for n in range(2)]
         self.pool = EnginePool(self.engines)
         self.session = Session(self.pool, 0)
         self.speaking: dict[str, Speaking] = {}
@@ -155,6 +161,10 @@ class SessionMachine(RuleBasedStateMachine):
         self.foreseen: dict[str, list[Foreseen]] = {node: [] for node in NODES}
         self.prefilled: set[tuple[int, ...]] = set()
         self.step = 0
+
+    def reply(self, prompt: str) -> str:
+        """One answer to a prompt, also where it is begun before its call."""
+        return self.replies.setdefault(ids_of(prompt), "Begun ahead.")
 
     def run(self, work: Awaitable[T]) -> T:
         """Run something on the modelled loop, and whatever follows from it without time going by."""
@@ -180,6 +190,7 @@ class SessionMachine(RuleBasedStateMachine):
         as_foreseen=st.booleans(),
         in_step=st.booleans(),
         defer=st.booleans(),
+        sampling=st.sampled_from([None, {"max_tokens": 60}, {"max_tokens": 61}, {}]),
     )
     def begin(
         self,
@@ -190,6 +201,7 @@ class SessionMachine(RuleBasedStateMachine):
         as_foreseen: bool,
         in_step: bool,
         defer: bool,
+        sampling: Mapping[str, Any] | None,
     ) -> None:
         """A node calls the model, as was foreseen or not, and foresees calls of other nodes."""
         if node in self.speaking:
@@ -197,12 +209,11 @@ class SessionMachine(RuleBasedStateMachine):
         self.step += 1
         known = self.foreseen[node][-1:] if as_foreseen else []
         prompt = known[0].ids if known else ids_of(f"{node} in step {self.step} is asked something else. Go on.")
-        self.note_answer(node, answer)
-        self.replies[prompt] = answer
+        self.note_answer(node, self.replies.setdefault(prompt, answer))
 
         async def plan() -> list[Upcoming]:
             expected = self.step + 1 if in_step else None
-            return [self.foresee(each, [node, *reads], expected) for each in follow if each != node]
+            return [self.foresee(each, [node, *reads], expected, sampling) for each in follow if each != node]
 
         call = Call(Request(prompt, {"max_tokens": 60}), key_of(node), self.step, plan, defer)
         self.speaking[node] = Speaking(call, self.session.answer(call))
@@ -215,14 +226,16 @@ class SessionMachine(RuleBasedStateMachine):
                 each.sure = each.sure and node not in each.answers
                 each.answers.setdefault(node, answer)
 
-    def foresee(self, node: str, reads: Sequence[str], step: int | None) -> Upcoming:
+    def foresee(
+        self, node: str, reads: Sequence[str], step: int | None, sampling: Mapping[str, Any] | None
+    ) -> Upcoming:
         row: list[Segment] = [f"{node} reads: "]
         for each in dict.fromkeys(reads):
             row += [Stream(key_of(each)), f" (said {each}) "]
-        row.append("Go on.")
+        row.append("Go on.<|im_end|>\n<|im_start|>assistant\n")
         answers = {each: self.answers[each] for each in reads if each in self.answers}
         self.foreseen[node].append(Foreseen(row, answers))
-        return Upcoming(key_of(node), step, "declared", GrowingPrompt(template(), row))
+        return Upcoming(key_of(node), step, "declared", GrowingPrompt(template(), row), sampling)
 
     @rule(node=st.sampled_from(NODES))
     def say(self, node: str) -> None:
@@ -249,9 +262,8 @@ class SessionMachine(RuleBasedStateMachine):
         """The caller is cancelled, or closes the stream."""
         if (one := self.speaking.pop(node, None)) is not None:
             self.run(one.deltas.aclose())
-            assert one.call.request.request_id in {*self.engines[0].aborted, *self.engines[1].aborted} or (
-                one.said == self.answers[node]
-            )
+            aborted = {*self.engines[0].aborted, *self.engines[1].aborted}
+            assert one.said == self.answers[node] or aborted & {each.request_id for each in self.asked(one)}
 
     @rule(node=st.sampled_from(NODES))
     def break_off(self, node: str) -> None:
@@ -307,6 +319,9 @@ class SessionMachine(RuleBasedStateMachine):
         assert certificate.prompt_tokens == len(ids)
         right = certificate.static + certificate.streamed
         self.look_at_prefills()
+        if certificate.ready:
+            assert right == len(ids)
+            return
         assert right <= max((common_prefix(each, ids) for each in self.prefilled), default=0)
         assert certificate.cached is not None
         assert certificate.cached >= min(right, len(ids) - 1) // BLOCK * BLOCK
@@ -339,9 +354,14 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def answers_are_asked_with_the_whole_prompt(self) -> None:
-        asked = {r.request_id: r.prompt_token_ids for engine in self.engines for r in engine.requests}
         for one in self.speaking.values():
-            assert asked[one.call.request.request_id] == one.call.request.prompt_token_ids
+            assert self.asked(one)
+
+    def asked(self, one: Speaking) -> list[Request]:
+        """What the engines were asked for a call; another id than the call's own was begun before it."""
+        mine = one.call.request
+        everything = [request for engine in self.engines for request in engine.requests]
+        return [r for r in everything if (r.prompt_token_ids, r.sampling) == (mine.prompt_token_ids, mine.sampling)]
 
     def teardown(self) -> None:
         for node in list(self.speaking):
