@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
-from langgraph_pingpong.exact import BATCH_INVARIANT, Exact, batch_invariant, check_exact, exact_args
+from langgraph_pingpong.exact import Exact, check_exact, exact_args
 from langgraph_pingpong.same_device import Riding, riding
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
@@ -246,7 +246,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_exact(self.exact)
-        if self.same_device and self.same_shapes:
+        if self.same_device and self.exact == "bits":
             raise NotExact("overlap='same-device' contradicts exact='bits', which lets nothing share a step here.")
         _ = self.vllm_args
 
@@ -267,7 +267,7 @@ class EngineConfig:
         }
         given = {name: value for name, value in named.items() if value is not None}
         defaults = _CPU_DEFAULTS if self.kind == "cpu" else {}
-        exact = exact_args(self.engine_args) if self.same_shapes else {}
+        exact = exact_args(self.engine_args) if self.exact == "bits" else {}
         rides = self.riding.engine_args if self.riding else {}
         return {**_DEFAULTS, **defaults, **given, **self.engine_args, **rides, **exact, "model": self.model}
 
@@ -275,16 +275,6 @@ class EngineConfig:
     def riding(self) -> Riding | None:
         """How prefills ride on the decode steps of their device, where they shall and where that needs anything."""
         return riding(self.kind, self.engine_args) if self.same_device else None
-
-    @property
-    def same_shapes(self) -> bool:
-        """Whether prompts have to be computed in the same pieces always, whole blocks and a rest, one at a time."""
-        return self.exact == "bits" and not batch_invariant(self.kind)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that vLLM has settings of these devices in."""
-        return {BATCH_INVARIANT: "1"} if self.exact == "bits" and not self.same_shapes else {}
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -3,21 +3,19 @@
 "ids": the prompt's token ids are those of its full rendering. vLLM rounds a token's values differently when other
 tokens are computed with it, so that a near tie can fall the other way when part of a prompt was prefilled before.
 
-"bits": so is every number the engine computes, and with it the answer. There are two ways to get there:
+"bits": so is every number the engine computes, and with it the answer, since every kernel sees the same shapes. One KV
+block is one step's worth of tokens (`CHUNK`), and one request runs at a time, so a prompt is computed in whole blocks
+from its beginning and a rest, whatever of it was cached: a prefix is reused in whole blocks, and vLLM computes the last
+one again where it holds the prompt's last token. A block that decoding filled was computed token by token, and is never
+reused: `PromptScheduler` keeps it out of the cache.
 
-- vLLM's batch-invariant mode, where the GPU has it: kernels that add up in the same order whatever the batch.
-- Everywhere else the same shapes. One KV block is one step's worth of tokens (`CHUNK`), and one request runs at a
-  time, so a prompt is computed in whole blocks from its beginning and a rest, whatever of it was cached: a prefix is
-  reused in whole blocks, and vLLM computes the last one again where it holds the prompt's last token. A block that
-  decoding filled was computed token by token, and is never reused: `PromptScheduler` keeps it out of the cache.
+vLLM's batch-invariant mode does not do instead. On H200s (vLLM 0.26) it left 14 of 96 answers different: it covers what
+runs beside a request, not in which pieces its prompt was computed (docs/results/h200x2/exact-batch-invariant.md).
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, get_args
 
 from langgraph_pingpong.errors import NotExact
@@ -31,12 +29,6 @@ A multiple of 32, as the CPU's attention asks for (GPUs' ask for 16). An edge se
 hundred tokens, blocks of 256 would leave most to the moment the node starts. And a prompt reads all weights once a
 step: steps of 64 tokens would read them twice as often.
 """
-
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""vLLM's switch, read when an engine is built. Set to 0 by the user it stays off, and "bits" takes the same shapes."""
-
-_SINCE_CAPABILITY = 8.0
-"""The CUDA compute capability that vLLM's batch-invariant mode needs (0.26 to 0.33)."""
 
 _SAME_SHAPES: dict[str, Any] = {
     "max_num_seqs": 1,
@@ -96,19 +88,3 @@ def check_settled(wanted: Mapping[str, Any], settled: Any) -> None:
     for name, value in have.items():
         if wanted.get(name, value) != value:
             raise NotExact(f"vLLM uses {name}={value!r} for this model, and exact='bits' needs {wanted[name]!r}.")
-
-
-def batch_invariant(kind: str) -> bool:
-    """Whether devices of a kind can be in vLLM's batch-invariant mode, and the user did not switch it off."""
-    return kind == "cuda" and os.environ.get(BATCH_INVARIANT) != "0" and _lowest_capability() >= _SINCE_CAPABILITY
-
-
-@cache
-def _lowest_capability() -> float:
-    """That of the machine's oldest GPU, as the driver's own tool tells it; 0 where it does not."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return min(float(line) for line in listing.stdout.split())
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 0.0

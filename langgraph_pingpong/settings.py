@@ -92,10 +92,9 @@ class Settings(ConfigAwareChatModel):
     "ids": the token ids of every prompt. Texts may part where two tokens are about as likely, as in any batch of
     vLLM's, which rounds differently in another one.
 
-    "bits": the answers, too, their tokens and log-probabilities, on devices of one kind. With GPUs of compute
-    capability 8.0 or more that is vLLM's batch-invariant mode, whose kernels are slower. Elsewhere each engine computes
-    one request at a time, in steps of 128 tokens: an answer waits for others of its device, and a cached prefix ends at
-    a multiple of 128 and never within an answer. Sampled answers need a `seed`, too. Servers are exact if they are
+    "bits": the answers, too, their tokens and log-probabilities, on devices of one kind. Each engine computes one
+    request at a time, in steps of 128 tokens: an answer waits for others of its device, and a cached prefix ends at a
+    multiple of 128 and never within an answer. Sampled answers need a `seed`, too. Servers are exact if they are
     started so: `pingpong serve --exact bits`.
     """
     defer_downstream: bool = True

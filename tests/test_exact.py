@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +26,6 @@ CPU = ("cpu:0", "cpu:1")
 CUDA = ("cuda:0", "cuda:1")
 
 
-@pytest.fixture
-def capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the compute capability of this machine's GPUs."""
-    monkeypatch.delenv(exact.BATCH_INVARIANT, raising=False)
-    return lambda value: monkeypatch.setattr(exact, "_lowest_capability", lambda: value)
-
-
 def config(devices: tuple[str, ...] = CPU, **settings: Any) -> EngineConfig:
     return EngineConfig("m", parse_devices(devices), **{"exact": "bits", **settings})
 
@@ -47,7 +40,9 @@ class TestEngineArguments:
     def test_ids_is_the_default_and_asks_for_nothing(self) -> None:
         assert config(exact="ids").vllm_args == EngineConfig("m", parse_devices(CPU)).vllm_args
         assert "max_num_seqs" not in config(exact="ids").vllm_args
-        assert config(exact="ids").environment == {}
+
+    def test_gpus_get_the_same_shapes_too(self) -> None:
+        assert config(CUDA).vllm_args["max_num_seqs"] == 1
 
     def test_a_block_size_is_that_of_a_step_too(self) -> None:
         args = config(engine_args={"block_size": 64}).vllm_args
@@ -103,39 +98,6 @@ class TestEngineArguments:
         settings = config(("cpu:0",))
         cores = engine_environment(settings, settings.devices[0])["VLLM_CPU_OMP_THREADS_BIND"]
         assert cores == ",".join(map(str, usable_cores()))
-
-
-class TestBatchInvariantMode:
-    def test_where_the_gpu_has_it_nothing_else_is_needed(self, capability: Callable[[float], None]) -> None:
-        capability(9.0)
-        settings = config(CUDA)
-        assert settings.vllm_args == config(CUDA, exact="ids").vllm_args
-        assert engine_environment(settings, settings.devices[0])["VLLM_BATCH_INVARIANT"] == "1"
-        assert "VLLM_BATCH_INVARIANT" not in engine_environment(config(CUDA, exact="ids"), settings.devices[0])
-        assert config(CUDA, engine_args={"max_num_seqs": 4}).vllm_args["max_num_seqs"] == 4
-
-    @pytest.mark.parametrize("value", [7.5, 0.0])
-    def test_older_gpus_take_the_same_shapes(self, capability: Callable[[float], None], value: float) -> None:
-        capability(value)
-        assert config(CUDA).vllm_args["max_num_seqs"] == 1
-        assert config(CUDA).environment == {}
-
-    def test_so_do_those_whose_user_switched_it_off(
-        self, capability: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        capability(9.0)
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-        assert config(CUDA).vllm_args["max_num_seqs"] == 1
-        assert config(CUDA).environment == {}
-
-    def test_the_oldest_gpu_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def listing(*_: Any, **__: Any) -> SimpleNamespace:
-            return SimpleNamespace(stdout="9.0\n7.5\n9.0\n")
-
-        exact._lowest_capability.cache_clear()
-        monkeypatch.setattr(exact.subprocess, "run", listing)
-        assert exact._lowest_capability() == 7.5
-        exact._lowest_capability.cache_clear()
 
 
 class TestServers:

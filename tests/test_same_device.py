@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from langgraph_pingpong import ChatPingPong, exact
+from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines.server_processes import server_command
@@ -91,16 +91,9 @@ def test_servers_get_the_flags() -> None:
     assert "--cudagraph-capture-sizes 1 2 4 8 " in command
 
 
-def test_nothing_shares_a_step_where_bits_takes_the_same_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = parse_devices(["cuda:0"])
-    monkeypatch.delenv(exact.BATCH_INVARIANT, raising=False)
-    monkeypatch.setattr(exact, "_lowest_capability", lambda: 7.5)
+def test_nothing_shares_a_step_where_bits_are_exact() -> None:
     with pytest.raises(NotExact, match="same-device"):
-        EngineConfig("m", devices, same_device=True, exact="bits")
-    monkeypatch.setattr(exact, "_lowest_capability", lambda: 9.0)
-    both = EngineConfig("m", devices, same_device=True, exact="bits")
-    assert both.vllm_args["long_prefill_token_threshold"] == 120
-    assert both.environment == {"VLLM_BATCH_INVARIANT": "1"}
+        EngineConfig("m", parse_devices(["cuda:0"]), same_device=True, exact="bits")
 
 
 def test_the_value_is_taken_by_the_model_and_the_command() -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import EngineConfig, parse_devices
-from langgraph_pingpong.engines import vllm_engine
+from langgraph_pingpong.engines import vllm_setup
 from langgraph_pingpong.engines.server_processes import LocalServers, server_command
 from langgraph_pingpong.engines.vllm_setup import engine_environment
 
@@ -53,14 +53,14 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 PROGRAM = """
     import sys
-    from langgraph_pingpong.engines import server_processes, vllm_engine
+    from langgraph_pingpong.engines import server_processes, vllm_setup
 
     environment = server_processes.engine_environment
     server_processes.engine_environment = lambda config, device: {{
         **environment(config, device), "DEVICE": str(device)
     }}
     server_processes.server_command = lambda config: [sys.executable, {stand_in!r}, *{fails!r}]
-    vllm_engine.check_cpu_memory = lambda config: None
+    vllm_setup.check_cpu_memory = lambda config: None
     from langgraph_pingpong.cli import app
     app()
 """
@@ -208,7 +208,7 @@ class TestRefusals:
         return result.exit_code, result.stderr
 
     def test_of_a_port_that_is_taken(self, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(vllm_engine, "check_cpu_memory", lambda config: None)
+        monkeypatch.setattr(vllm_setup, "check_cpu_memory", lambda config: None)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -273,7 +273,7 @@ class TestCommand:
 def test_servers_that_were_never_started_can_be_stopped(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "check_cpu_memory", lambda config: None)
+    monkeypatch.setattr(vllm_setup, "check_cpu_memory", lambda config: None)
     with LocalServers(EngineConfig(str(model_folder), parse_devices(["cpu:0"])), tmp_path) as servers:
         assert len(servers.base_urls) == 1
     servers.stop()

@@ -34,6 +34,13 @@ def spans(run: Mapping[str, Any]) -> list[Span]:
     return sorted([*_appends(run), *_answers(run)], key=lambda span: (span.start, span.end))
 
 
+def _ended(answer: Mapping[str, Any], run: Mapping[str, Any]) -> float:
+    """When an aborted answer ended; files of the first version do not tell, there its last token stands for it."""
+    if "ended" in answer:
+        return float(answer["ended"] or run["e2e_ms"])
+    return float(answer["tokens"][-1][0] if answer["tokens"] else answer["started"])
+
+
 def _appends(run: Mapping[str, Any]) -> Iterator[Span]:
     """An append ends when it is complete, or with the next event of its edge: then it was aborted."""
     begun: dict[tuple[int, str, str], float] = {}
@@ -53,7 +60,7 @@ def _answers(run: Mapping[str, Any]) -> Iterator[Span]:
         device, node = answer["device"], nodes[answer["device"], answer["prompt_sha256"]]
         times = [at for at, _ in answer["tokens"]]
         if not answer["finish_reason"]:
-            yield Span(device, "aborted", node, answer["started"], answer["ended"] or run["e2e_ms"])
+            yield Span(device, "aborted", node, answer["started"], _ended(answer, run))
         elif times:
             yield Span(device, "prefill", node, answer["started"], times[0])
             yield Span(device, "decode", node, times[0], times[-1])

@@ -52,7 +52,7 @@ def check_machine(config: EngineConfig) -> None:
 
 def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
     """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    values = {name: os.environ.get(name, value) for name, value in {**_ENVIRONMENT, **config.environment}.items()}
+    values = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
     if device.kind == "cuda":
         return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
     cores = cores_for(device, config.devices, config.exact)
