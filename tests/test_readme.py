@@ -51,7 +51,8 @@ def means(name: str) -> str:
 
 
 def test_its_figures_are_those_of_the_committed_results() -> None:
-    rows = re.findall(r"\| \[.*?\]\(docs/results/(.*?)\.md\) \| (.*) \|", README.read_text(encoding="utf-8"))
+    by_hand = README.read_text(encoding="utf-8").partition("<!-- results")[0]  # the rest is made by a command
+    rows = re.findall(r"\| \[.*?\]\(docs/results/(.*?)\.md\) \| (.*) \|", by_hand)
     assert len(rows) == 2
     for name, figures in rows:
         assert figures == means(name)
