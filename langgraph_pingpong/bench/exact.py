@@ -6,7 +6,8 @@ A chain of two agents is run with edges off and on, alternating, over passages o
 every other pair of runs begins with empty caches, and the others find what earlier runs left. OUTPUT.jsonl gets a line
 a run as it comes, with both answers of each agent, every token's log-probability and the certificates; OUTPUT.md is a
 summary made from it. Where the answers to one prompt part, the line has the first token that differs, and how far
-apart the two candidates' log-probabilities are: more than 0.1 is no rounding, and is reported as a wrong hit.
+apart the two candidates' log-probabilities are: more than 0.1 may be a wrong hit in the cache. (Where logits are bf16,
+one step of them is 0.125 at their usual size.)
 With --more a file that is there already is gone on with, up to as many runs.
 On GPUs: `--devices cuda:0,cuda:1 --model FOLDER --engine-args '{...}' --minutes 4`.
 """
@@ -223,7 +224,7 @@ def summary(lines: Sequence[Line]) -> str:
     setup, runs = setups[0], [line for line in lines if "run" in line]
     modes = list(dict.fromkeys(run["exact"] for run in runs))
     head = ["exact", "compared runs", "prompts as rendered", "runs with equal texts", "answers to equal prompts"]
-    head += ["equal token by token", "log-probabilities equal to the bit", "parted within 0.1", "wrong hits"]
+    head += ["equal token by token", "log-probabilities equal to the bit", "parted within 0.1", "by more"]
     parts = [
         "# Answers with edges off and on",
         *map(told, setups),
