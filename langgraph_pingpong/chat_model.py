@@ -348,6 +348,8 @@ class ChatPingPong(Settings):
         planned = prepared.begin() if prepared.begin else None
         if planned is not None and self.speculate:
             planned.remember_sampling(prepared.call.request, prepared.serving.pool.engines[0].max_model_len)
+        elif planned is not None:
+            planned.forget_sampling()
         return planned
 
 

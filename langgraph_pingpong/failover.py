@@ -58,6 +58,7 @@ class MovingAnswer:
     """Tokens that were given out, and then sampled again."""
     failed: dict[str, str] = field(default_factory=dict)
     """Why engines failed, by device."""
+    _over: bool = False
     _tried: set[int] = field(default_factory=set)
     _kept: tuple[int, ...] = ()
     _said: list[int] = field(default_factory=list)
@@ -77,6 +78,8 @@ class MovingAnswer:
                         yield self._joined(delta)
                 return
             except FAILED as error:
+                if self._over:
+                    return
                 self._move(error)
 
     def _source(self) -> AsyncGenerator[Delta]:
@@ -100,6 +103,7 @@ class MovingAnswer:
         """A delta of the rest as one of the whole; what is told once was told at its beginning."""
         if delta.prompt_token_ids is not None:
             self.ids_equal &= delta.prompt_token_ids == self.request.prompt_token_ids + self._kept
+        self._over = delta.finish_reason is not None and self.request.sampling.get("n", 1) == 1
         self._said += delta.token_ids
         self._text.append(delta.text)
         return replace(delta, prompt_token_ids=None, num_cached_tokens=None) if self._kept else delta

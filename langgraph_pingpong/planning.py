@@ -76,6 +76,11 @@ class Samplings:
             if len(self._last) > MAX_SAMPLINGS:
                 self._last.popitem(last=False)
 
+    def forget(self, key: CallKey) -> None:
+        """Let go of what such a call asked for."""
+        with self._lock:
+            self._last.pop(key, None)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
@@ -89,6 +94,10 @@ class PlannedCall:
     def remember_sampling(self, request: Request, max_model_len: int) -> None:
         """Let the answer of the next such call be begun before it comes."""
         self._samplings.remember(self.record.key, request, max_model_len)
+
+    def forget_sampling(self) -> None:
+        """Let no answer of such a call be begun before it comes."""
+        self._samplings.forget(self.record.key)
 
     def close_with_graph(self, close: Callable[[tuple[str, ...]], None]) -> None:
         """Call `close` with the site of the call's graph when the run of that graph is over."""

@@ -19,6 +19,7 @@ from langgraph_pingpong.errors import DeviceError, EngineDead
 from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.placement import Placement
+from langgraph_pingpong.speculation import Speculation
 
 
 class Lease:
@@ -83,6 +84,20 @@ class Lease:
             self._pool._placement.computed(self.index, ids, salt)
         return found
 
+    def begin(self, request: Request) -> Speculation | None:
+        """Begin an answer before its call comes; None while another one that was begun there is under way."""
+        begun = self._pool.begun
+        if (other := begun.get(self.index)) is not None and not other.over:
+            return None
+        begun[self.index] = Speculation(self.generate, request)
+        return begun[self.index]
+
+    def give_way(self, taken: Speculation | None) -> None:
+        """A call is answered on the engine: what was begun there for another call is aborted, unless it was `taken`."""
+        other = self._pool.begun.pop(self.index, None)
+        if other is not None and other is not taken:
+            other.stop()
+
     def move(self, failed: Collection[int], request: Request) -> bool:
         """Move to an engine that is up, for a request that others `failed`; whether there is one."""
         placement = self._pool._placement
@@ -121,6 +136,8 @@ class EnginePool:
         self.engines = tuple(engines)
         self.runs: OrderedDict[int, Any] = OrderedDict()
         """The sessions on this pool; session.py fills it. They end with the pool."""
+        self.begun: dict[int, Speculation] = {}
+        """By engine, the answer that was begun there last and that no call has taken."""
         self.planner: Any = None
         """What was learned from the runs on this pool; planning.py fills it."""
         self._placement = Placement(len(self.engines))

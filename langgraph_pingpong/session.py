@@ -1,9 +1,9 @@
 """One run of a graph on one pool: answer here, append there, verify, finalize, swap.
 
-A call of the model is answered on one device. Meanwhile the prompts that come next are prefilled on another:
-each streaming edge sends its growing prompt as ordinary requests of whole cache blocks, one at a time. When the
-downstream call comes, its edge is claimed: an append still under way is aborted (the blocks it has computed stay
-cached), and the answer is an ordinary request with the full prompt.
+A call of the model is answered on one device. Meanwhile the prompts that come next are prefilled on another: each
+streaming edge appends to its growing prompt, whole cache blocks, one append at a time. When the downstream call comes,
+its edge is claimed: an append still under way is aborted (the blocks it has computed stay cached), and the answer is an
+ordinary request with the full prompt, or that very request if the edge has sent it already.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ class Session:
         prefilled = edge.finalize(call.request) if edge else Prefilled()
         lease, prefilled = self._lease(call, edge, prefilled)
         begun = edge.take_answer(call.request) if edge and lease is edge.lease else None
+        lease.give_way(begun)
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
         finished = False

@@ -2,7 +2,8 @@
 
 When the upstream ends, and at any moment before that, the downstream's prompt is known as it would be if the upstream
 said no more. While its device has nothing else to do, the answer to that prompt is begun. The call that comes takes it
-over if it asks for exactly that; else it is aborted, as if it had not been.
+over if it asks for exactly that; else it is aborted, as if it had not been. (vLLM's speculative decoding is another
+thing.)
 """
 
 from __future__ import annotations
@@ -55,8 +56,14 @@ class Speculation:
             self.stop()
             await self.stopped()
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way any more."""
+        return self._task.done()
+
     def stop(self) -> None:
-        """Abort it."""
+        """Abort it; what is not complete fits no call any more."""
+        self._failed = self._failed or not self._task.done()
         self._task.cancel()
 
     async def stopped(self) -> None:

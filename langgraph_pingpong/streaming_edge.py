@@ -80,6 +80,7 @@ class StreamingEdge:
         self._unclaimed: asyncio.TimerHandle | None = None
         self._finished: set[Hashable] = set()
         self._speculation: Speculation | None = None
+        self._vain: Speculation | None = None  # the last one that was dropped
         self._worth = Worth()
         self._task = asyncio.create_task(self._append_as_it_grows())
 
@@ -108,10 +109,12 @@ class StreamingEdge:
     def _fail(self, error: Exception) -> None:
         self._failure = f"{type(error).__name__}: {error}"
         self._emit("append.failed", tokens=self._sent, error=self._failure)
+        self._let_go()
+        self._drop_answer()
 
     async def _append_as_it_grows(self) -> None:
         try:
-            while True:
+            while self.lease.up:
                 self._grown.clear()
                 if not await self._begin_answer() and (tokens := self._next_append()) > self._sent:
                     await self._append(tokens)
@@ -155,26 +158,39 @@ class StreamingEdge:
         While upstreams speak, whole blocks go first: they stay in the cache, and an answer that is outdated does not.
         """
         ended, sampling, engine = self.upstreams <= self._finished, self.upcoming.sampling, self.lease.engine
-        ids = self.upcoming.prompt.if_ended() if sampling is not None and (ended or self._worth) else None
+        if sampling is None or not (ended or self._worth):
+            return False
+        if self._speculation is None and not (ended or self._next_append() <= self._sent):
+            return False
+        if self._speculation is None and engine.num_unfinished:
+            return False
+        ids = self.upcoming.prompt.if_ended()
         if self._speculation is not None:
             if self._speculation.request.prompt_token_ids == ids:
                 return True
             await self._outdate(self._speculation)
-        if ids is None or sampling is None or len(ids) >= engine.max_model_len or engine.num_unfinished:
-            return False
-        if not ended and self._next_append() > self._sent:
+        if ids is None or len(ids) >= engine.max_model_len or engine.num_unfinished:
             return False
         full = {"max_tokens": engine.max_model_len - len(ids), **sampling}
-        self._speculation = Speculation(self.lease.generate, Request(ids, full, cache_salt=self._cache_salt))
+        self._speculation = self.lease.begin(Request(ids, full, cache_salt=self._cache_salt))
+        if self._speculation is None:
+            return False
         self._emit("speculation.started", prompt_tokens=len(ids), ended=ended)
         return True
 
     async def _outdate(self, speculation: Speculation) -> None:
         """The prompt grew: the answer to what it was is of no use."""
-        self._speculation = None
         self._worth.outdated(speculation)
-        speculation.stop()
+        self._drop_answer()
         await speculation.stopped()
+
+    def _drop_answer(self) -> None:
+        """No call will take what was begun."""
+        vain, self._speculation = self._speculation, None
+        if vain is not None:
+            self._vain = vain
+            vain.stop()
+            self._emit("speculation.dropped", tokens=vain.ready)
 
     def take_answer(self, request: Request) -> Speculation | None:
         """The answer to this very request, if it was begun; it passes to the caller. Another one is aborted."""
@@ -184,7 +200,7 @@ class StreamingEdge:
         if begun.fits(request):
             self._speculation = None
             return begun
-        begun.stop()
+        self._drop_answer()
         return None
 
     # -- the end -------------------------------------------------------------------------------------------
@@ -203,7 +219,10 @@ class StreamingEdge:
         self._unclaimed = asyncio.get_running_loop().call_later(UNCLAIMED_AFTER_S, drop, self, "unclaimed")
 
     def finalize(self, request: Request) -> Prefilled:
-        """Stop appending and compare with the real prompt. The lease passes to the caller."""
+        """Stop appending and compare with the real prompt. The lease passes to the caller.
+
+        If a token of the answer is ready, all of the prompt was computed and counts as prefilled.
+        """
         self._stop_appending()
         ids = request.prompt_token_ids
         right = common_prefix(self.upcoming.prompt.ids[: self._done], ids)
@@ -226,22 +245,24 @@ class StreamingEdge:
     def stop(self) -> None:
         """Stop appending, aborting what is under way."""
         self._stop_appending()
-        if self._open is not None:
-            self._open.let_go()
-        if self._speculation is not None:
-            self._speculation.stop()
+        self._drop_answer()
 
     def _stop_appending(self) -> None:
         self._task.cancel()
+        self._let_go()
         self._cancel_timer()
+
+    def _let_go(self) -> None:
+        if self._open is not None:
+            self._open.let_go()
 
     async def stopped(self) -> None:
         """Wait until the abort has gone out."""
         await asyncio.wait([self._task])
         if self._open is not None:
             await self._open.close()
-        if self._speculation is not None:
-            await self._speculation.stopped()
+        if self._vain is not None:
+            await self._vain.stopped()
 
     def _cancel_timer(self) -> None:
         if self._unclaimed is not None:

@@ -17,7 +17,7 @@ from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
 from langgraph_pingpong.engines import vllm_appends
 from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.fake_engine import FakeAppends
-from langgraph_pingpong.engines.vllm_appends import AppendsBook, VllmAppends, are_sound
+from langgraph_pingpong.engines.vllm_appends import AHEAD, AppendsBook, VllmAppends, are_sound
 from langgraph_pingpong.errors import CallRefused, EngineDead
 
 if TYPE_CHECKING:
@@ -92,13 +92,34 @@ class TestAppendsBook:
         one, two = opened(book), opened(book)
         for each in (one, two):
             await each.append(range(400))
-        with book.answer(300):
+        with book.answer(300, 0):
             await asyncio.sleep(0)
             assert [await each.append(range(16)) for each in (one, two)] == [None, 400]
             assert book.room == 700
-            with book.answer(2000):  # more than there is: nobody may hold anything
+            with book.answer(2000, 0):  # more than there is: nobody may hold anything
                 assert await two.append(range(16)) is None
         assert (book.held, book.room) == (0, 850)
+
+    async def test_keeps_room_for_an_answer_as_it_grows(self) -> None:
+        book = AppendsBook(100_000, max_open=2)
+        with book.answer(prompt=500, longest=60_000) as reach:
+            assert book.answering == 500 + 2 * AHEAD
+            reach(AHEAD - 1)
+            assert book.answering == 500 + 2 * AHEAD
+            reach(AHEAD)
+            assert book.answering == 500 + 3 * AHEAD
+            reach(59_999)
+            assert book.answering == 60_500
+        with book.answer(prompt=500, longest=16):
+            assert book.answering == 516
+        assert book.answering == 0
+
+    async def test_one_that_was_never_used_is_closed_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vllm_appends, "IDLE_S", 0.02)
+        book = AppendsBook(1000, max_open=1)
+        opened(book)
+        await asyncio.sleep(0.1)
+        assert len(book) == 0
 
     async def test_one_that_alone_is_too_large_is_not_computed(self) -> None:
         book = AppendsBook(500, max_open=2)
@@ -186,6 +207,11 @@ class TestSelfTest:
             assert pool.loop.run(are_sound(engine)) is sound
             assert engine.num_unfinished == 0
             assert engine.appends == []
+
+    @pytest.mark.parametrize("max_model_len", [40, 66, 67])
+    def test_a_context_too_short_to_try_does_without(self, max_model_len: int) -> None:
+        with EnginePool([Unsound(max_model_len=max_model_len)]) as pool:
+            assert pool.loop.run(are_sound(pool.engines[0])) is (max_model_len > 66)
 
     def test_an_engine_without_them_is_not_sound(self) -> None:
         engine = Unsound(takes_appends=False)

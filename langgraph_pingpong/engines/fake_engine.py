@@ -167,6 +167,7 @@ class FakeEngine:
             raise self.fail_restart
         self._lost |= self.running
         self.stopped = self.dead = False
+        self.appends.clear()
         self._cache.clear()
 
     def die(self) -> None:

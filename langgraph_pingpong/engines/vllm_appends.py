@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
-from langgraph_pingpong.errors import CallRefused
+from langgraph_pingpong.errors import CallRefused, EngineDead
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
@@ -27,6 +27,9 @@ IDLE_S = 60.0
 
 ONE_IN = 4
 """Of the requests that an engine runs at once, one in so many may be an open prompt: each takes a place."""
+
+AHEAD = 1024
+"""Tokens that are kept free for an answer at a time; twice as many beyond what it has."""
 
 TRY_S = 60.0
 """How long trying them at the start may take, in seconds; it takes well under one."""
@@ -56,6 +59,7 @@ class VllmAppends:
         self._idle: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._read())
         self._task.add_done_callback(lambda _: self._ended())
+        self._stay_open()
 
     @property
     def computing(self) -> bool:
@@ -138,7 +142,7 @@ class VllmAppends:
 class AppendsBook:
     """The open prompts of one engine, oldest use first, and who has to go when answers need the room.
 
-    Tokens of answers count with the longest answer they may get, so that an answer never waits for an open prompt.
+    Tokens of answers count ahead of time, so that an answer never waits for an open prompt.
     """
 
     def __init__(self, capacity: int, max_open: int) -> None:
@@ -188,14 +192,27 @@ class AppendsBook:
             appends.let_go()
 
     @contextmanager
-    def answer(self, tokens: int) -> Iterator[None]:
-        """An answer is under way whose prompt and text may take so many tokens."""
-        self.answering += tokens
-        self.make_room()
+    def answer(self, prompt: int, longest: int) -> Iterator[Callable[[int], None]]:
+        """An answer is under way: tokens of its prompt, and of the longest answer it may get.
+
+        What is yielded is told how many tokens it has. Room is kept for some more than those, not for the longest
+        answer, which without a limit is all of the context.
+        """
+        kept = 0
+
+        def reach(said: int) -> None:
+            nonlocal kept
+            wanted = prompt + min((said // AHEAD + 2) * AHEAD, longest)
+            if wanted > kept:
+                self.answering += wanted - kept
+                kept = wanted
+                self.make_room()
+
+        reach(0)
         try:
-            yield
+            yield reach
         finally:
-            self.answering -= tokens
+            self.answering -= kept
 
     def forget(self, appends: VllmAppends) -> None:
         """A prompt was closed."""
@@ -221,6 +238,8 @@ async def are_sound(engine: Engine) -> bool:
     """
     size = engine.block_size
     prompt = tuple(7 * i % 997 + 3 for i in range(4 * size + 2))
+    if len(prompt) >= engine.max_model_len:
+        return False
     await engine.reset_prefix_cache()
     cold = await _first_token(engine, prompt)
     await engine.reset_prefix_cache()
@@ -231,7 +250,9 @@ async def are_sound(engine: Engine) -> bool:
             ):
                 return False
             warm = await _first_token(engine, prompt)
-    except (TimeoutError, CallRefused):
+    except EngineDead:
+        raise
+    except Exception:  # noqa: BLE001 - whatever is wrong with them, prefills do as well
         return False
     return warm.num_cached_tokens == 4 * size and _agree(cold, warm)
 

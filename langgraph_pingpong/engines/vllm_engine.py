@@ -143,7 +143,7 @@ class VllmEngine:
 
     async def _warm_up(self) -> None:
         """Run a few tokens, so that what happens once only does not land in the first answer."""
-        prompt = tuple(range(1, 2 * self.block_size))
+        prompt = tuple(range(1, min(2 * self.block_size, self.max_model_len - 2)))
         async for _ in self.generate(Request(prompt, {"max_tokens": 2, "ignore_eos": True})):
             pass
         await self._try_appends()
@@ -195,11 +195,14 @@ class VllmEngine:
             EngineDead: the engine's process ended.
         """
         first, likeliest = True, request.sampling.get("logprobs") or 0
-        longest = len(request.prompt_token_ids) + (request.sampling.get("max_tokens") or 0)
-        with self._appends.answer(longest):
+        prompt, said = len(request.prompt_token_ids), 0
+        longest = request.sampling.get("n", 1) * (request.sampling.get("max_tokens") or self.max_model_len - prompt)
+        with self._appends.answer(prompt, longest) as reach:
             async with aclosing(self._outputs(request, priority=0)) as outputs:
                 async for output in outputs:
                     for answer in output.outputs:
+                        said += len(answer.token_ids)
+                        reach(said)
                         yield _to_delta(output, answer, first, likeliest)
                         first = False
 
