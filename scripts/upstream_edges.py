@@ -286,7 +286,11 @@ class Edges:
 
     def _left(self) -> str:
         requests = sum(engine.num_unfinished for engine in self.pool.engines)
-        left = {"requests": requests, "leases": sum(self.pool._loads), "runs of graphs": len(self._planner.loops)}
+        left = {
+            "requests": requests,
+            "leases": sum(self.pool._placement.leases),
+            "runs of graphs": len(self._planner.loops),
+        }
         return ", ".join(f"{count} {name}" for name, count in left.items() if count)
 
     def patch(self) -> None:

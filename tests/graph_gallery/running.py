@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from langgraph.pregel import Pregel
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
+from langgraph_pingpong.session import _digest
 from langgraph_pingpong.trace import Event
 from tests.graph_gallery.plain import Plain, differences
 from tests.graph_gallery.scene import Scenario, Scene
@@ -233,9 +234,17 @@ def _play(scenario: Scenario, scene: Scene, number: int, way: str, asked: list[s
     (scene.story)(round_)
     round_.record.effects.update(scene.effects)
     round_.record.callbacks.update(counter.seen)
-    round_.record.prompts = sorted(asked) if scenario.parallel else list(asked)
-    round_.runs = {event.run for event in events[before:] if event.name == "generate.started"}
+    started = [event for event in events[before:] if event.name == "generate.started"]
+    prompts = _answered(asked, started)
+    round_.record.prompts = sorted(prompts) if scenario.parallel else prompts
+    round_.runs = {event.run for event in started}
     return round_
+
+
+def _answered(asked: Sequence[str], started: Sequence[Event]) -> list[str]:
+    """The prompts of calls, in order; an engine is also asked for answers that are begun ahead, and dropped."""
+    texts = {_digest(_tokenizer().encode(text, add_special_tokens=False)): text for text in asked}
+    return [texts.get(event.data["prompt_sha256"], "no answer was begun") for event in started]
 
 
 def _hand_out(events: list[Event], played: list[Round]) -> None:
