@@ -599,7 +599,7 @@ class TestFailover:
     def going_on(self, two_stubs: list[StubServer], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.05)
         monkeypatch.setattr(health, "MAX_PAUSE_S", 0.1)
-        monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 1.5)
         for server in two_stubs:
             server.engine.reply = going_on()
 
