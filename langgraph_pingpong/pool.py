@@ -48,10 +48,15 @@ class Lease:
         return pool._placement.places[index].up and pool.health.lives[index] == self._life
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
-        """The engine's answer to a request; see `Engine.generate`."""
+        """The engine's answer to a call; see `Engine.generate`."""
+        self._pool._placement.computed(self.index, request.prompt_token_ids, request.cache_salt)
+        async with aclosing(self._generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _generate(self, request: Request) -> AsyncGenerator[Delta]:
         index, placement = self.index, self._pool._placement
         ids, salt = request.prompt_token_ids, request.cache_salt
-        placement.computed(index, ids, salt)
         said: list[int] = []
         before: float | None = None
         with self._pool.health.watching(index):
@@ -75,13 +80,13 @@ class Lease:
             self._pool._placement.computed(index, request.prompt_token_ids, request.cache_salt)
         return cached
 
-    async def append(self, appends: Appends, ids: Sequence[int], salt: str | None) -> int | None:
-        """Compute the prompt up to the end of `ids`, which begin with what it has; see `Appends.append`."""
+    async def append(self, appends: Appends, piece: Sequence[int], salt: str | None) -> int | None:
+        """Compute the next piece of a prompt; see `Appends.append`."""
         begins = not appends.tokens
         with self._pool.health.watching(self.index):
-            found = await appends.append(ids[appends.tokens :])
+            found = await appends.append(piece)
         if begins and found is not None:  # not with each piece: the keys of all before it would be made again
-            self._pool._placement.computed(self.index, ids, salt)
+            self._pool._placement.computed(self.index, piece, salt)
         return found
 
     def begin(self, request: Request) -> Speculation | None:
@@ -89,7 +94,7 @@ class Lease:
         begun = self._pool.begun
         if (other := begun.get(self.index)) is not None and not other.over:
             return None
-        begun[self.index] = Speculation(self.generate, request)
+        begun[self.index] = Speculation(self._generate, request)  # noted once a call takes it, not with each word
         return begun[self.index]
 
     def give_way(self, taken: Speculation | None) -> None:
@@ -97,6 +102,9 @@ class Lease:
         other = self._pool.begun.pop(self.index, None)
         if other is not None and other is not taken:
             other.stop()
+        if taken is not None:
+            ids, salt = taken.request.prompt_token_ids, taken.request.cache_salt
+            self._pool._placement.computed(self.index, ids, salt)
 
     def move(self, failed: Collection[int], request: Request) -> bool:
         """Move to an engine that is up, for a request that others `failed`; whether there is one."""

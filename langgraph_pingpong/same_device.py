@@ -48,11 +48,6 @@ class Riding:
     paced: bool
     engine_args: Mapping[str, Any]
 
-    def piece_beside(self, decodes: int, block_size: int) -> int:
-        """Tokens of a piece to send to an engine that does not pace: whole blocks that fit beside so many decodes."""
-        room = self.piece + DECODES - decodes
-        return max(room // block_size, 1) * block_size
-
 
 def riding(kind: str, given: Mapping[str, Any]) -> Riding | None:
     """What engines on devices of a kind need beside the arguments that the user gave, which stay as they are.

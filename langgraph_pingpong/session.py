@@ -211,7 +211,7 @@ class Session:
         if edge is not None:
             edge.stop()
             edge.lease.release()
-            prefilled = _lost(prefilled)
+            prefilled = prefilled.lost()
         request = call.request
         turn = self.start + (0 if call.same_device else self._calls)
         return self.pool.lease(turn, request.prompt_token_ids, request.cache_salt), prefilled
@@ -375,15 +375,8 @@ def _after(moving: MovingAnswer, prefilled: Prefilled) -> Prefilled:
     """What an edge was worth, after the answer came from where it came from."""
     failed = "; ".join(f"{device}: {why}" for device, why in moving.failed.items())
     if moving.began_anew:
-        prefilled = _lost(prefilled)
+        prefilled = prefilled.lost()
     return replace(prefilled, fallback="; ".join(filter(None, (prefilled.fallback, failed))) or None)
-
-
-def _lost(prefilled: Prefilled) -> Prefilled:
-    """What an edge was worth whose device failed before its call was answered."""
-    wasted = prefilled.static + prefilled.streamed + prefilled.wasted
-    reason = prefilled.fallback or "its device failed"
-    return replace(prefilled, static=0, streamed=0, wasted=wasted, ready=0, fallback=reason)
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

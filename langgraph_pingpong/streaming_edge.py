@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from langgraph_pingpong.engines.base import Appends, Request
@@ -47,6 +47,12 @@ class Prefilled:
     appends: int = 0
     ready: int = 0
     fallback: str | None = None
+
+    def lost(self) -> Prefilled:
+        """The same after the device failed before the call was answered."""
+        wasted = self.static + self.streamed + self.wasted
+        reason = self.fallback or "its device failed"
+        return replace(self, static=0, streamed=0, wasted=wasted, ready=0, fallback=reason)
 
 
 Emit = Callable[..., float]
@@ -144,7 +150,7 @@ class StreamingEdge:
         """As a delta while the engine keeps the prompt open, else as a request with the whole prefix."""
         ids = self.upcoming.prompt.ids
         if self._open is not None:
-            found = await self.lease.append(self._open, ids[:tokens], self._cache_salt)
+            found = await self.lease.append(self._open, ids[self._open.tokens : tokens], self._cache_salt)
             if found is not None:
                 return found
             self._open = None

@@ -18,7 +18,7 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 
 LAYERS = """
 errors
-trace segments engines.base exact same_device
+trace segments signals engines.base exact same_device
 growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
 tokens placement
 health growing_prompt

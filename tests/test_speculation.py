@@ -99,19 +99,20 @@ class TestAnswersBegunAhead:
         record = lab.record(model)
         graph = slow_chain(lab, model)
         expected = graph.invoke(TASK)
+        assert graph.invoke(TASK) == expected
 
         def fail(event: Any) -> None:
-            if event.name == "speculation.started":
-                lab.engines[0].fail_generate = lab.engines[1].fail_generate = RuntimeError("out of order")
+            engine = lab.engines[int(event.device.endswith("1"))]
+            if event.name == "speculation.started" and event.data["ended"]:  # the writer's own answer is complete
+                engine.fail_generate, engine.fail_after_tokens = RuntimeError("out of order"), 3
             elif event.name == "finalize":
-                lab.engines[0].fail_generate = lab.engines[1].fail_generate = None
+                engine.fail_generate = None
 
-        for engine in lab.engines:
-            engine.fail_after_tokens = 3
         with model.trace.subscribed(fail):
-            # Only what is begun once the writer has ended: while it speaks, its own answer would fail, too.
-            model.pool.planner._samplings._last.clear()
             assert graph.invoke(TASK) == expected
+        assert record.named("speculation.started", "critic")[-1].data["ended"]
+        assert record.named("speculation.dropped", "critic")[-1].data["tokens"] == 3
+        assert record.certificate("critic")["ready"] == 0
         assert record.certificate("critic")["ids_equal"]
 
     @pytest.mark.parametrize("event", ["speculation.started", "finalize", "first_token"])
@@ -172,8 +173,6 @@ class TestAnswersBegunAhead:
         assert len(record.named("speculation.started", "critic")) == before
 
     def test_wait_for_an_idle_device(self, lab: Lab) -> None:
-        model = lab.model(1, overlap="off")
-        assert slow_chain(lab, model).invoke(TASK)
         engines = [lab.engine("fake:0"), lab.engine("fake:1")]
         engines[1].running.add("somebody else's request")
         busy = lab.model(engines)

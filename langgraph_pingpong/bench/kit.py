@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +21,7 @@ from langgraph_pingpong.bench.lines import ResultsFile
 from langgraph_pingpong.bench.machine import commit, drivers, source_digest
 from langgraph_pingpong.bench.profiles import Params
 from langgraph_pingpong.bench.runner import Plan, Runner, Step
+from langgraph_pingpong.signals import ended_by_signals
 
 
 def command() -> str:
@@ -108,7 +106,7 @@ class Kit:
             self.console.print(f"{path} holds all of these runs.", soft_wrap=True)
             return 0
         needed = [mode for mode in self.plan.modes if any(step.mode is mode for step in steps)]
-        with ended_by_signals(), EngineSets(self.settings, needed, self.calls) as sets:
+        with ended_by_signals(lambda number: 128 + number), EngineSets(self.settings, needed, self.calls) as sets:
             session = self._start(sets, file)
             return self._run(Runner(self.plan, sets, file, self.settings.devices), steps, session)
 
@@ -157,18 +155,3 @@ def _named(step: Step, cases: Sequence[Params]) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """A request to end shuts the engines down; what was measured is in the file."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +18,7 @@ from rich.console import Console
 from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.errors import ConfigError
 from langgraph_pingpong.exact import Exact
+from langgraph_pingpong.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from langgraph_pingpong.engines.server_processes import LocalServers
@@ -66,7 +64,7 @@ def serve(  # noqa: PLR0913 - a parameter for each option
         "engine_args": _read_engine_args(engine_args),
     }
     console = Console()
-    with plain_errors(), _ended_by_signals(), ExitStack() as stack:
+    with plain_errors(), ended_by_signals(lambda _: 0), ExitStack() as stack:  # to be ended is no error
         folder = logs or Path(stack.enter_context(TemporaryDirectory(prefix="pingpong-serve-")))
         servers = stack.enter_context(_prepare(model, devices, settings, folder)(host=host, port=port))
         _run(servers, console)
@@ -103,18 +101,3 @@ def _read_engine_args(text: str | None) -> dict[str, Any]:
         return TypeAdapter(dict[str, Any]).validate_python(json.loads(text))
     except (ValueError, ValidationError):
         raise typer.BadParameter(f"--engine-args {text} is no JSON object.") from None
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """A request to end, or a terminal that closes, is not an error: the servers are stopped, and the exit code is 0."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(0)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -31,6 +31,9 @@ ONE_IN = 4
 AHEAD = 1024
 """Tokens that are kept free for an answer at a time; twice as many beyond what it has."""
 
+SINCE = (0, 26)
+"""The first release of vLLM that prompts grow on; no older one was tried."""
+
 TRY_S = 60.0
 """How long trying them at the start may take, in seconds; it takes well under one."""
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
 from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
-from langgraph_pingpong.engines.vllm_appends import ONE_IN, AppendsBook, Pieces, VllmAppends, are_sound, token_prompt
+from langgraph_pingpong.engines.vllm_appends import (
+    ONE_IN,
+    SINCE,
+    AppendsBook,
+    Pieces,
+    VllmAppends,
+    are_sound,
+    token_prompt,
+)
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
     engine_environment,
@@ -151,10 +159,12 @@ class VllmEngine:
 
     async def _try_appends(self) -> None:
         """Growing prompts are used where they turn out right; everywhere else prefills do."""
+        import vllm
+
         config = self._engine.vllm_config
         capacity = (config.cache_config.num_gpu_blocks or 0) * self.block_size
         book = AppendsBook(capacity, config.scheduler_config.max_num_seqs // ONE_IN)
-        if book.max_open:
+        if book.max_open and vllm.__version_tuple__[:2] >= SINCE:
             self._appends = book
             if not await are_sound(self):
                 self._appends = AppendsBook(0, 0)
