@@ -188,6 +188,16 @@ def test_a_prefill_is_found_in_whole_blocks(subject: Subject) -> None:
     assert ids(cold) == ids(warm)
 
 
+def test_prompts_grow_on_every_engine_but_servers(subject: Subject) -> None:
+    async def opens() -> bool:
+        if (appends := subject.engine.open_appends()) is None:
+            return False
+        await appends.close()
+        return True
+
+    assert subject.run(opens()) is subject.grows
+
+
 def test_a_prompt_that_grows_is_found_by_its_answer(subject: Subject) -> None:
     asked, block = subject.request(LONG), subject.engine.block_size
     prompt = asked.prompt_token_ids
