@@ -6,27 +6,28 @@ import weakref
 from functools import partial
 
 from langgraph_pingpong.edges import RunningTask, when_graph_ends
-from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.planning import PlannedCall, planner_of
+from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.session import Session
 
 
 def close_with_graph(session: Session, task: RunningTask | None, planned: PlannedCall | None) -> None:
     """End the session's edges within a graph, and at last the run itself, when the graph of this call has ended."""
-    close = partial(_close, session.pool.loop, weakref.ref(session))
+    close = partial(_close, weakref.ref(session), weakref.ref(session.pool), session.owner)
     if planned is not None:
         planned.close_with_graph(close)
     elif task is not None and session.is_new:
         when_graph_ends(task, partial(close, task.site[:-1]))
 
 
-def _close(loop: LoopThread, session: weakref.ref[Session], graph: tuple[str, ...]) -> None:
-    """The run of a graph is over. The session is held weakly: waiting for that must not keep the engines alive."""
-    if (alive := session()) is not None:
-        loop.call_soon(_end_graph, alive, graph)
+def _close(session: weakref.ref[Session], pool: weakref.ref[EnginePool], owner: object, graph: tuple[str, ...]) -> None:
+    """The run of a graph is over. The pool is held weakly: waiting for that must not keep the engines alive."""
+    if (alive := pool()) is not None:
+        alive.loop.call_soon(_end_graph, session(), alive, owner, graph)
 
 
-def _end_graph(session: Session, graph: tuple[str, ...]) -> None:
-    session.close(graph)
+def _end_graph(session: Session | None, pool: EnginePool, owner: object, graph: tuple[str, ...]) -> None:
+    if session is not None:  # of too many runs at once the pool forgets the sessions used least recently
+        session.close(graph)
     if not graph:  # of the run's own graph: nothing follows any more
-        planner_of(session.pool).forget(session.owner)
+        planner_of(pool).forget(owner)

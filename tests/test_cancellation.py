@@ -440,6 +440,17 @@ class TestManyRuns:
         wait_until(lambda: not left(), 2.0, "end of what LangGraph made for a run")
         assert len(planner_of(model.pool)._books) == 0
 
+    def test_is_let_go_of_when_the_pool_forgot_it_before_its_end(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(session, "MAX_RUNS", 1)
+        model = lab.model(replies={"writer": "abcd", "critic": "efgh"}, speed={"time_scale": 0.0})
+        graph = lab.chain(model)
+        for update in graph.stream(TASK, stream_mode="updates"):
+            if "writer" in update:
+                graph.invoke({"task": "Say what a reef is."})
+        wait_until(lambda: not planner_of(model.pool)._books, WITHIN_S, "end of what is known of both runs")
+
     @staticmethod
     def node_of(lab: Lab, request: Request) -> str:
         text = lab.engines[0].tokenizer.decode(list(request.prompt_token_ids))
