@@ -94,6 +94,11 @@ class StreamingEdge:
         self._worth = Worth()
         self._task = asyncio.create_task(self._append_as_it_grows())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was sent yet."""
+        return not self._sent and self._speculation is None
+
     # -- the prompt grows ----------------------------------------------------------------------------------
 
     def feed(self, call: Hashable, text: str) -> None:
