@@ -279,6 +279,14 @@ def _ends(writer: Any) -> set[str]:
     return {channel for channel, *_ in ChannelWrite.get_static_writes(writer) or ()}
 
 
+def declares_end(spec: Any, name: str) -> bool:
+    """Whether a conditional edge behind a node of a compiled graph declares the node `name` as one of its ends."""
+    from langgraph.pregel._write import ChannelWrite
+
+    branches = (writer for writer in spec.flat_writers if not isinstance(writer, ChannelWrite))
+    return any(f"branch:to:{name}" in _ends(writer) for writer in branches)
+
+
 def rehearsal_config(task: RunningTask, state: Mapping[str, Any]) -> RunnableConfig:
     """A config under which a node can be run without anyone noticing: what it writes, asks or schedules is lost."""
     from langgraph.runtime import Runtime

@@ -128,6 +128,16 @@ class Memory:
             certain = all(outcome == seen for outcome in past)
             return Expected({k: follower for k, follower in site.followers.items() if k in seen}, certain, len(past))
 
+    def followed(self) -> set[tuple[CallKey, CallKey]]:
+        """Calls, each with one that followed it lately in some tenant's runs."""
+        with self._lock:
+            return {
+                (key, follower)
+                for (_, key), site in self._sites.items()
+                for follower in site.followers
+                if any(follower in outcome.followers for past in site.outcomes.values() for outcome in past)
+            }
+
     def _site(self, tenant: Hashable, key: CallKey) -> CallSite:
         site = self._sites.setdefault((tenant, key), CallSite())
         self._sites.move_to_end((tenant, key))
@@ -147,10 +157,21 @@ def give_memory(spec: Any, memory: Memory) -> None:
     _GIVEN[spec] = memory
 
 
+_POOLS: weakref.WeakSet[LearnedEdges] = weakref.WeakSet()
+
+
+def memories_of(spec: Any) -> list[Memory]:
+    """Wherever something was learned of a node: in the memory that it was given, or on each pool that ran it."""
+    if given := _GIVEN.get(spec):
+        return [given]
+    return [memory for pool in list(_POOLS) if (memory := pool.existing(spec))]
+
+
 class LearnedEdges:
     """The memories of one pool: each node has its own, unless it was given one."""
 
     def __init__(self) -> None:
+        _POOLS.add(self)
         self._lock = threading.Lock()
         self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
@@ -158,6 +179,11 @@ class LearnedEdges:
         """Where is learned what follows a node's calls."""
         with self._lock:
             return _GIVEN.get(spec) or self._memories.setdefault(spec, Memory())
+
+    def existing(self, spec: Any) -> Memory | None:
+        """The node's own memory on this pool, if there is one."""
+        with self._lock:
+            return self._memories.get(spec)
 
     def began(self, spec: Any, tenant: Hashable, record: CallRecord) -> None:
         """A call begins: what follows it is noted from now on."""

@@ -58,6 +58,11 @@ class ModelSequence:
         except Exception:  # noqa: BLE001 - a prompt may lack a variable, or be given one that it cannot format
             return None
 
+    @property
+    def tells_update(self) -> bool:
+        """Whether what the node returns can be told."""
+        return self._after is not None
+
     def update(self, answer: AIMessage) -> Any:
         """What the node returns for an answer; `UNKNOWN` if a step is the user's own, or refuses the answer."""
         if self._after is None:
