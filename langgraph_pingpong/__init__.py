@@ -11,8 +11,18 @@ if TYPE_CHECKING:
     from langgraph_pingpong.pool import EnginePool
     from langgraph_pingpong.serving import engine_pool
     from langgraph_pingpong.trace import JsonLines
+    from langgraph_pingpong.viz.graph import draw_streaming
 
-__all__ = ["ChatPingPong", "EnginePool", "FakeEngine", "JsonLines", "agent_node", "engine_pool", "streaming_edges"]
+__all__ = [
+    "ChatPingPong",
+    "EnginePool",
+    "FakeEngine",
+    "JsonLines",
+    "agent_node",
+    "draw_streaming",
+    "engine_pool",
+    "streaming_edges",
+]
 
 _HOMES = {
     "ChatPingPong": "chat_model",
@@ -20,6 +30,7 @@ _HOMES = {
     "FakeEngine": "engines.fake_engine",
     "JsonLines": "trace",
     "agent_node": "edges",
+    "draw_streaming": "viz.graph",
     "engine_pool": "serving",
     "streaming_edges": "edges",
 }

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from langgraph_pingpong.cli.bench import bench
 from langgraph_pingpong.cli.doctor import doctor
+from langgraph_pingpong.cli.graph import graph as draw_graph
 from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
 from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
@@ -109,6 +110,7 @@ def pingpong(
 app.command()(serve)
 app.command()(bench)
 app.command()(report)
+app.command("graph")(draw_graph)
 app.command()(timeline)
 app.command()(doctor)
 

@@ -185,7 +185,7 @@ def _draw_label(axes: Axes, edge: Edge, route: Route) -> None:
     options: dict[str, Any] = {"ha": "left"} if edge.source == edge.target else {}
     if not options and lines:
         width, height = _label_size(lines)
-        _round_box(axes, Box(x, y, width, height), 3, facecolor="white", edgecolor="none", alpha=0.92)
+        _round_box(axes, Box(x, y, width, height), 3, facecolor="white", edgecolor="none")
     for number, line in enumerate(lines):
         source = edge.prompt_source is not None and line == edge.prompt_source
         weight = {"weight": "bold"} if source else {}

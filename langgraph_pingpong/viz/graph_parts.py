@@ -120,6 +120,8 @@ def picture_of(graph: Any, events: Iterable[Event] = ()) -> Picture:
         for node in drawing.nodes.values()
         if node.id in ends or not _is_inner_end(node.id)
     }
+    order = {name: number for number, name in enumerate(nodes)}
+    edges.sort(key=lambda edge: (order[edge.source], order[edge.target]))
     picture = _with_learned(Picture(nodes, [_with_source(edge, places) for edge in edges]), places)
     runs = _runs(events)
     return _with_figures(picture, runs) if runs else picture
