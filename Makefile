@@ -6,7 +6,9 @@ DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input g
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo bench results test suites check install-cpu install-cuda
+GALLERY := five_agents review_loop router panel research_agent subgraphs
+
+.PHONY: demo bench results pictures test suites check install-cpu install-cuda
 
 demo: .venv/.ready
 	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
@@ -20,6 +22,12 @@ bench: .venv/.ready
 # Brings the reports beside the committed results, and the README's table of them, up to date.
 results: .venv/.ready
 	.venv/bin/python -m langgraph_pingpong.bench.results
+
+# Every picture under docs/img, from the graphs and the traces that are committed.
+pictures: .venv/.ready
+	for graph in $(GALLERY); do \
+		.venv/bin/pingpong graph graphs.$$graph --devices cuda:0,cuda:1 --out docs/img/$$graph.png || exit 1; done
+	.venv/bin/pingpong graph graphs.five_agents --trace docs/traces/demo-cpu.jsonl --out docs/img/five_agents_run.png
 
 test: .venv/.ready
 	.venv/bin/pytest

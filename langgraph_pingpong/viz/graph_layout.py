@@ -78,8 +78,14 @@ def _leave_ports(level: _Level) -> dict[int, list[Point]]:
         numbers.sort(key=lambda number: ways[number][following])
         step = min(_PORT, 0.7 * box.width / len(numbers))
         for place, number in enumerate(numbers):
-            y = box.y + (box.height if end == 0 else -box.height) / 2
-            ways[number][end] = box.x + (place - (len(numbers) - 1) / 2) * step, y
+            x, y = (
+                box.x + (place - (len(numbers) - 1) / 2) * step,
+                box.y + (box.height if end == 0 else -box.height) / 2,
+            )
+            edge_of_row = level.bands[name][1 if end == 0 else 0]
+            ways[number][end] = x, y
+            if edge_of_row != y:  # straight on, until what stands beside the node is behind
+                ways[number].insert(1 if end == 0 else len(ways[number]) - 1, (x, edge_of_row))
     return ways
 
 
@@ -105,12 +111,16 @@ class _Port:
 
 @dataclass
 class _Level:
-    """A graph or subgraph that is laid out. `ways` lead from above to below; `leaves` are the nodes at their ends."""
+    """A graph or subgraph that is laid out. `ways` lead from above to below; `leaves` are the nodes at their ends.
+
+    `bands` tell from where to where the row of each node reaches.
+    """
 
     width: float = 0.0
     height: float = 0.0
     boxes: dict[str, Box] = field(default_factory=dict)
     subgraphs: dict[str, Box] = field(default_factory=dict)
+    bands: dict[str, tuple[float, float]] = field(default_factory=dict)
     ways: dict[int, list[Point]] = field(default_factory=dict)
     labels: dict[int, Point] = field(default_factory=dict)
     leaves: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -128,7 +138,7 @@ def _lay_out_level(task: _Task, prefix: str, ports: Sequence[_Port]) -> _Level:
     items: dict[Hashable, Size] = dict.fromkeys(ports, (2.0, 0.0))
     for child in children:
         items[child] = (inner[child].width, inner[child].height) if child in inner else _size(task, child)
-    sides = {port: port.side for port in ports}
+    sides: dict[Hashable, str] = {port: port.side for port in ports}
     rows = Rows(items, links, sides, {link.edge: task.labels[link.edge] for link in links if not _is_port(link)})
     level = _Level(reversed=backwards)
     margin = (PADDING, PADDING + TITLE) if prefix else (0.0, 0.0)
@@ -138,6 +148,7 @@ def _lay_out_level(task: _Task, prefix: str, ports: Sequence[_Port]) -> _Level:
             _take_in(level, child, inner[child], boxes[child])
         else:
             level.boxes[child] = _resized(boxes[child], task.sizes[child])
+            level.bands[child] = rows.bands[child]
     for link in links:
         _join(level, link, inner, boxes, rows)
     return level
@@ -227,6 +238,7 @@ def _take_in(level: _Level, child: str, inner: _Level, box: Box) -> None:
     level.boxes |= {name: each.moved(right, down) for name, each in inner.boxes.items()}
     level.ways |= {number: _moved(way, right, down) for number, way in inner.ways.items()}
     level.labels |= {number: _moved([point], right, down)[0] for number, point in inner.labels.items()}
+    level.bands |= {name: (top + down, bottom + down) for name, (top, bottom) in inner.bands.items()}
     level.leaves |= inner.leaves
     level.reversed |= inner.reversed
 
@@ -239,6 +251,10 @@ def _join(level: _Level, link: Link, inner: Mapping[str, _Level], boxes: Mapping
     """The whole way of a link: what lies in the subgraph above, what lies here, what lies in the one below."""
     above, upper = _end(link, link.upper, 0, inner, boxes)
     below, lower = _end(link, link.lower, 1, inner, boxes)
+    if link.upper in inner:
+        above.append((above[-1][0], rows.bands[link.upper][1]))
+    if link.lower in inner:
+        below.insert(0, (below[0][0], rows.bands[link.lower][0]))
     between = [point for place in rows.places(link.edge) for point in through(boxes[place])]
     level.ways[link.edge] = [*above, *between, *below]
     level.leaves[link.edge] = upper, lower

@@ -71,6 +71,8 @@ class Rows:
         self._rows: list[list[Hashable]] = [[] for _ in range(max(row_of.values(), default=0) + 1)]
         self._places: dict[int, list[Hashable]] = {}
         self._labels: dict[int, Hashable] = {}
+        self.bands: dict[Hashable, tuple[float, float]] = {}
+        """From where to where the row of each item reaches, once it is placed."""
         for item, row in row_of.items():
             self._rows[row].append(item)
         for link in links:
@@ -103,6 +105,7 @@ class Rows:
             height = max((self._sizes[item][1] for item in row), default=0.0)
             for item in row:
                 own = height if isinstance(item, _Between) else self._sizes[item][1]
+                self.bands[item] = y, y + height
                 boxes[item] = Box(middles[item] + shift, y + height / 2, self._sizes[item][0], own)
             y += height + DOWN
         return boxes, width, y - DOWN + margin
