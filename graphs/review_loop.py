@@ -33,7 +33,7 @@ class State(TypedDict, total=False):
 def approval(state: State) -> Command[Literal["writer", "__end__"]]:
     """Ask a person; an answer is a remark for the next draft, none accepts this one."""
     remarks = interrupt({"draft": state["draft"], "question": "What should change? Answer with nothing to accept."})
-    return Command(goto="writer", update={"remarks": remarks}) if remarks else Command(goto=END)
+    return Command(goto="writer", update={"remarks": remarks}) if remarks else Command(goto="__end__")
 
 
 def build(

@@ -77,12 +77,20 @@ def test_every_graph_of_the_gallery_is_served(client: Any) -> None:
     assert modules == served
 
 
-@pytest.mark.parametrize("graph", [name for name in GRAPHS if name != "review_loop"])
-def test_a_graph_runs_to_its_end(client: Any, graph: str) -> None:
+@pytest.mark.parametrize(
+    ("graph", "last"),
+    [
+        ("five_agents", "report"),
+        ("panel", "summary"),
+        ("research_agent", "report"),
+        ("router", "answer"),
+        ("subgraphs", "report"),
+    ],
+)
+def test_a_graph_runs_to_its_end(client: Any, graph: str, last: str) -> None:
     result = client.runs.wait(client.threads.create()["thread_id"], graph, input=TASK)
     assert result["task"] == TASK["task"]
-    assert set(result) > set(TASK) or "report" in result
-    assert "__error__" not in result
+    assert len(result[last]) > 10
 
 
 def test_answers_stream_with_certificates(client: Any) -> None:
