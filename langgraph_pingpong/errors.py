@@ -18,6 +18,8 @@
     │   ├── MissingMainGuard
     │   ├── NotEnoughMemory
     │   ├── OtherResults
+    │   ├── NotATrace
+    │   ├── VizNotInstalled
     │   ├── DefaultModelMissing
     │   └── DefaultModelBroken
     ├── RunFailed
@@ -146,6 +148,18 @@ class OtherResults(ConfigError):
     """A file of results holds other measurements than those that are to be added, or none."""
 
     hint = "Write to another file, or go on with the settings that the file's first line tells."
+
+
+class NotATrace(ConfigError):
+    """A file holds no events of a run."""
+
+    hint = "Give a file that `pingpong run --trace FILE` or a JsonLines sink wrote."
+
+
+class VizNotInstalled(ConfigError):
+    """What draws interactive pictures is not installed."""
+
+    hint = 'Install it with: pip install "langgraph-pingpong[viz]".'
 
 
 class DefaultModelMissing(ConfigError):

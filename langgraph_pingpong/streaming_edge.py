@@ -275,4 +275,5 @@ class StreamingEdge:
             self._unclaimed.cancel()
 
     def _emit(self, name: str, **data: Any) -> float:
-        return self._emit_event(name, self.upcoming.key.node, self.lease.engine.device, **data)
+        node, device = self.upcoming.key.node, self.lease.engine.device
+        return self._emit_event(name, node, device, upstream=self._upstream, **data)

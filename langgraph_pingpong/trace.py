@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from langgraph_pingpong.errors import NotATrace
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,3 +104,22 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def read_events(path: Path | str) -> list[Event]:
+    """The events in a file that `JsonLines` wrote, in their order; a last line that was cut off is left out.
+
+    Raises:
+        NotATrace: the file cannot be read, or holds something else.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotATrace(f"{path} cannot be read: {error}.") from None
+    try:
+        events = [Event(**json.loads(line)) for line in lines if line.endswith("\n")]
+    except (ValueError, TypeError):
+        raise NotATrace(f"{path} holds something else than events.") from None
+    if not events:
+        raise NotATrace(f"{path} holds no event.")
+    return events

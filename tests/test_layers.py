@@ -45,6 +45,7 @@ HOSTS = {
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine", "bench.doctor"),
     "matplotlib": ("viz",),
+    "plotly": ("viz",),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
     "pydantic": ("settings", "tools", "edges.saved", "chat_model", "cli", "bench"),
     "typer": ("cli", "bench"),

@@ -10,8 +10,8 @@ from langgraph_pingpong.bench.document import Block, Heading, Picture, Table, Te
 from langgraph_pingpong.bench.groups import Compared, Group, compare, named, varying
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.metrics import Figures
-from langgraph_pingpong.bench.timeline import median_run, spans
-from langgraph_pingpong.viz import figures
+from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.viz import figures, timeline_png
 
 MANY_CASES = 3
 """With more cases than this, each is a row and not a section."""
@@ -190,7 +190,7 @@ def _pictures(compared: Compared, name: str) -> Iterator[Picture]:
     for group in singles:
         run = median_run(group.runs)
         title = f"{group.name}, the median run ({run['e2e_ms']:,.0f} ms)"
-        yield Picture(f"{name}-timeline-{group.mode}", title, partial(figures.timeline, spans(run), title))
+        yield Picture(f"{name}-timeline-{group.mode}", title, partial(timeline_png.draw, [timeline(run, title)]))
     if any(group.chains > 1 for group in compared.groups):
         by_load = _by_load(compared)
         yield Picture(f"{name}-load", "Latency against load", partial(figures.latency_against_load, by_load))

@@ -24,6 +24,7 @@ from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_tab
 from langgraph_pingpong.cli.results import report
 from langgraph_pingpong.cli.screen import Screen
 from langgraph_pingpong.cli.serve import serve
+from langgraph_pingpong.cli.timeline import timeline
 from langgraph_pingpong.errors import ConfigError, SettingOfServers
 from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.trace import JsonLines
@@ -108,6 +109,7 @@ def pingpong(
 app.command()(serve)
 app.command()(bench)
 app.command()(report)
+app.command()(timeline)
 app.command()(doctor)
 
 

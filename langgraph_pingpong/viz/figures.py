@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.bench.metrics import Figures
-from langgraph_pingpong.bench.timeline import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_COLOURS = {"append": "#e69f00", "prefill": "#56b4e9", "decode": "#009e73", "aborted": "#bbbbbb"}
-_LANE, _BAR = 1.0, 0.36
 
 
 def _new(width: float = 9.0, height: float = 4.0, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -57,32 +53,6 @@ def e2e_runs(by_mode: Mapping[str, Figures]) -> Figure:
     axes.legend(fontsize=8, frameon=False)
     _plain(axes, "End to end, every run", "run", "ms")
     return figure
-
-
-def timeline(spans: Sequence[Span], title: str) -> Figure:
-    """One lane a device: what was prefilled ahead in its lower half, calls and their answers in its upper half."""
-    devices = sorted({span.device for span in spans})
-    figure, (axes,) = _new(height=1.2 + 0.9 * len(devices))
-    for kind, colour in _COLOURS.items():
-        bars = [span for span in spans if span.kind == kind]
-        if not bars:
-            continue
-        at, starts = [_lane(devices, span) for span in bars], [span.start for span in bars]
-        axes.barh(at, [span.end - span.start for span in bars], _BAR, starts, color=colour, label=kind)
-    for span in spans:
-        if span.kind == "decode":
-            middle = (span.start + span.end) / 2
-            axes.text(middle, _lane(devices, span), span.node, ha="center", va="center", fontsize=8)
-    axes.set_yticks([place * _LANE for place in range(len(devices))], devices)
-    axes.set_xlim(left=0)
-    axes.invert_yaxis()
-    figure.legend(fontsize=8, frameon=False, ncols=4, loc="outside lower center")
-    _plain(axes, title, "ms")
-    return figure
-
-
-def _lane(devices: Sequence[str], span: Span) -> float:
-    return devices.index(span.device) * _LANE + (_BAR / 2 if span.kind in ("append", "aborted") else -_BAR / 2)
 
 
 def surface(cells: Mapping[tuple[int, int, int], float], names: Sequence[str], title: str) -> Figure:
