@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import open_page
 from typer.testing import CliRunner, Result
 
 from langgraph_pingpong.cli import app
@@ -18,47 +17,10 @@ from langgraph_pingpong.errors import NotATrace
 from langgraph_pingpong.trace import Event, JsonLines, read_events
 from langgraph_pingpong.viz.layout import colours_of, ink_on, panels_of, thinned, tinted
 from langgraph_pingpong.viz.timeline import Span, Timeline, runs_of, timeline_of
+from tests.browser import open_page
+from tests.traced_runs import append, called, event, finish, first, pingpong
 
 DEMO = Path(__file__).parent.parent / "docs" / "traces" / "demo-cpu.jsonl"
-
-
-def event(name: str, at: float, node: str, device: str = "d0", run: str = "r", **data: Any) -> Event:
-    return Event(name, 10 + at / 1000, run, node, device, data)
-
-
-def called(node: str, ms: float, device: str = "d0", run: str = "r") -> Event:
-    return event("generate.started", ms, node, device, run, prompt_tokens=100, prompt_sha256="x")
-
-
-def first(node: str, ms: float, device: str = "d0", run: str = "r", ttft: float = 10) -> Event:
-    return event("first_token", ms, node, device, run, ttft_ms=ttft, cached=0)
-
-
-def finish(node: str, ms: float, device: str = "d0", run: str = "r", upstream: str | None = None) -> Event:
-    return event("finish", ms, node, device, run, certificate={"output_tokens": 7, "upstream": upstream})
-
-
-def append(node: str, ms: float, to: float, tokens: int, device: str = "d1", **more: Any) -> list[Event]:
-    return [
-        event("append.started", ms, node, device, tokens=tokens, **more),
-        event("append.complete", to, node, device, tokens=tokens, cached=0, ms=to - ms, **more),
-    ]
-
-
-def pingpong(**upstream: str) -> list[Event]:
-    """A speaks on d0 while B is prefilled on d1: a static piece, one with words of A's, one that is cut short."""
-    return [
-        called("A", 0),
-        first("A", 20),
-        *append("B", 21, 40, 64, **upstream),
-        *append("B", 50, 55, 96, **upstream),
-        finish("A", 60),
-        event("append.started", 60, "B", "d1", tokens=128, **upstream),
-        event("finalize", 62, "B", "d1", static=70, streamed=26, wasted=0, ready=0, **upstream),
-        called("B", 62, "d1"),
-        first("B", 70, "d1"),
-        finish("B", 90, "d1", upstream="A"),
-    ]
 
 
 def near(span: Span) -> tuple[Any, ...]:
@@ -155,6 +117,18 @@ def test_an_answer_that_moves_has_bars_on_both_devices() -> None:
     moved_early = [called("A", 0), event("failover", 3, "A", "d1", left="d0", said=0), first("A", 9, "d1")]
     bars = [("d0", "prefill", 0, 3), ("d1", "prefill", 3, 9), ("d1", "decode", 9, 9)]
     assert [(*near(span)[:2], *near(span)[3:5]) for span in timeline_of(moved_early).spans] == bars
+
+
+def test_an_answer_that_fails_ends_there() -> None:
+    events = [
+        called("A", 0),
+        first("A", 5),
+        event("generate.failed", 8, "A", error="x"),
+        called("A", 9),
+        first("A", 12),
+    ]
+    bars = [("prefill", 0, 5), ("decode", 5, 8), ("prefill", 9, 12), ("decode", 12, 12)]
+    assert [(near(span)[1], *near(span)[3:5]) for span in timeline_of(events).spans] == bars
 
 
 def test_what_is_not_over_ends_with_its_run_or_now() -> None:
