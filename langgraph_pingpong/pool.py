@@ -9,8 +9,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,9 +50,19 @@ class Lease:
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """The engine's answer to a call; see `Engine.generate`."""
         self._pool._placement.computed(self.index, request.prompt_token_ids, request.cache_salt)
-        async with aclosing(self._generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        with self._pool._first[self.index].one_more() as through:
+            async with aclosing(self._generate(request)) as deltas:
+                async for delta in deltas:
+                    if self.engine.piece_tokens:  # from now on its steps carry prefills along
+                        through()
+                    yield delta
+
+    async def answers_went_first(self) -> None:
+        """Return when a prefill is in no answer's way on the engine.
+
+        That is when none waits for its first token, and none runs at all where its steps carry nothing along.
+        """
+        await self._pool._first[self.index].are_through()
 
     async def _generate(self, request: Request) -> AsyncGenerator[Delta]:
         index, placement = self.index, self._pool._placement
@@ -126,6 +136,35 @@ class Lease:
             self._pool._placement.leases[self.index] -= 1
 
 
+class GoingFirst:
+    """Answers on one engine that the prefills of edges wait for."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[Callable[[], None]]:
+        """Hold prefills back until what is given is called, or the block is left."""
+        held = ExitStack()
+        held.callback(self._add, -1)
+        self._add(+1)
+        with held:
+            yield held.close
+
+    def _add(self, change: int) -> None:
+        self._count += change
+        if self._count:
+            self._none.clear()
+        else:
+            self._none.set()
+
+    async def are_through(self) -> None:
+        """Return when there are none."""
+        await self._none.wait()
+
+
 class EnginePool:
     """Engines on any number of devices, started once, on the library's own loop thread.
 
@@ -149,6 +188,7 @@ class EnginePool:
         self.planner: Any = None
         """What was learned from the runs on this pool; planning.py fills it."""
         self._placement = Placement(len(self.engines))
+        self._first = [GoingFirst() for _ in self.engines]
         self.health = Health(self.engines, self._placement)
         """Which engines are up, and who is told of it."""
         self._loop = LoopThread()

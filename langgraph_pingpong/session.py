@@ -205,13 +205,13 @@ class Session:
             await outgoing.close(finished)
 
     def _lease(self, call: Call, edge: StreamingEdge | None, prefilled: Prefilled) -> tuple[Lease, Prefilled]:
-        """A place for a call: that of its edge, unless its device died."""
-        if edge is not None and edge.lease.up:
+        """A place for a call: that of its edge, unless its device died, or had no time for it."""
+        if edge is not None and edge.lease.up and not edge.is_idle:
             return edge.lease, prefilled
         if edge is not None:
             edge.stop()
             edge.lease.release()
-            prefilled = prefilled.lost()
+            prefilled = prefilled if edge.lease.up else prefilled.lost()
         request = call.request
         turn = self.start + (0 if call.same_device else self._calls)
         return self.pool.lease(turn, request.prompt_token_ids, request.cache_salt), prefilled

@@ -19,6 +19,9 @@ UNCLAIMED_AFTER_S = 30.0
 LARGEST_PIECE = 2048
 """Tokens of an append at most, also where nothing else runs: an answer that comes meanwhile waits for the piece."""
 
+LARGEST_WHERE_SLOW = 256
+"""The same where steps carry nothing along for free, as on CPUs: half a second there for a model of 135M."""
+
 
 @dataclass(frozen=True, slots=True)
 class Upcoming:
@@ -62,8 +65,9 @@ Emit = Callable[..., float]
 class StreamingEdge:
     """Prefills one downstream prompt on a reserved device.
 
-    Appends are whole cache blocks, one at a time: what became final meanwhile goes out together. Where the device has
-    nothing else to do, the answer itself is begun, as if the upstreams had said all they have to say.
+    Appends are whole cache blocks, one at a time: what became final meanwhile goes out together. Answers on the device
+    go first. Where it has nothing else to do, the answer itself is begun, as if the upstreams had said all they have to
+    say.
     """
 
     def __init__(
@@ -89,6 +93,11 @@ class StreamingEdge:
         self._vain: Speculation | None = None  # the last one that was dropped
         self._worth = Worth()
         self._task = asyncio.create_task(self._append_as_it_grows())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was sent yet."""
+        return not self._sent and self._speculation is None
 
     # -- the prompt grows ----------------------------------------------------------------------------------
 
@@ -121,6 +130,7 @@ class StreamingEdge:
     async def _append_as_it_grows(self) -> None:
         try:
             while self.lease.up:
+                await self.lease.answers_went_first()
                 self._grown.clear()
                 if not await self._begin_answer() and (tokens := self._next_append()) > self._sent:
                     await self._append(tokens)
@@ -134,7 +144,8 @@ class StreamingEdge:
     def _next_append(self) -> int:
         """Up to which token the next append goes: in whole blocks, since only those are reused, and not too many."""
         engine = self.lease.engine
-        piece = engine.piece_tokens if engine.num_unfinished else LARGEST_PIECE
+        largest = LARGEST_PIECE if engine.piece_tokens else LARGEST_WHERE_SLOW
+        piece = engine.piece_tokens if engine.num_unfinished and engine.piece_tokens else largest
         end = min(len(self.upcoming.prompt.ids), self._sent + max(piece, engine.block_size))
         return end // engine.block_size * engine.block_size
 

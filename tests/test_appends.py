@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.fake_engine import FakeAppends
 from langgraph_pingpong.engines.vllm_appends import AHEAD, AppendsBook, VllmAppends, are_sound
 from langgraph_pingpong.errors import CallRefused, EngineDead
+from langgraph_pingpong.pool import Lease
+from tests.conftest import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -46,6 +50,22 @@ class Stream:
                 yield SimpleNamespace(num_cached_tokens=0)
         finally:
             self.closed = True
+
+
+@dataclass(eq=False)
+class HeldAnswers(FakeEngine):
+    """The answer to one request has no token before it is let go."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+        if request.request_id == "held":
+            self.asked.set()
+            await self.held.wait()
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +264,54 @@ class TestEdges:
         assert max(sizes) == 64
         engines = [lab.engine("fake:0", piece_tokens=64), lab.engine("fake:1", piece_tokens=64)]
         assert max(self.sizes_of_appends(lab, lab.model(engines), engines, "")) > 64
+
+    def test_wait_while_a_call_on_the_device_waits_for_its_first_token(self, lab: Lab) -> None:
+        held_up = HeldAnswers("fake:1", tokenizer=lab.engine().tokenizer, time_scale=1.0)
+        model = lab.model([lab.engine("fake:0"), held_up])
+        record = lab.record(model)
+
+        async def ask() -> None:
+            lease = model.pool.lease(1)
+            async with aclosing(lease.generate(Request((1, 2, 3), request_id="held"))) as deltas:
+                await anext(deltas)
+            lease.release()
+
+        with ThreadPoolExecutor() as threads:
+            held = threads.submit(model.pool.loop.run, ask())
+            assert held_up.asked.wait(5)
+            running = threads.submit(lab.chain(model).invoke, {"task": "Say what a tide pool is."})
+            try:
+                wait_until(lambda: record.named("finish", "writer"), 5, "the upstream's answer")
+                assert not record.named("append.started"), "the call that waits goes first"
+            finally:
+                model.pool.loop.call_soon(held_up.held.set)
+            held.result(5)
+            running.result(5)
+
+    @pytest.mark.parametrize(("piece_tokens", "order"), [(64, "first, append, end"), (0, "first, end, append")])
+    def test_go_on_at_its_first_token_or_where_steps_carry_nothing_at_its_end(
+        self, piece_tokens: int, order: str
+    ) -> None:
+        engine = HeldAnswers(piece_tokens=piece_tokens)
+        with EnginePool([engine]) as pool:
+            assert ", ".join(pool.loop.run(self.order_of_events(pool.lease(0), engine))) == order
+
+    async def order_of_events(self, lease: Lease, engine: HeldAnswers) -> list[str]:
+        order: list[str] = []
+        answer = lease.generate(Request((1, 2, 3), request_id="held"))
+        first = asyncio.create_task(anext(answer))
+        await asyncio.wait([first], timeout=0.01)
+        append = asyncio.create_task(lease.answers_went_first())
+        append.add_done_callback(lambda _: order.append("append"))
+        await asyncio.wait([append], timeout=0.01)
+        engine.held.set()
+        await first
+        order.append("first")
+        await asyncio.wait([append], timeout=0.01)
+        await answer.aclose()
+        order.append("end")
+        await append
+        return order
 
     def sizes_of_appends(self, lab: Lab, model: ChatPingPong, engines: list[FakeEngine], other: str) -> list[int]:
         record = lab.record(model)

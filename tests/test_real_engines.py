@@ -262,7 +262,7 @@ SCRIPT = """
 def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -> None:
     """Ctrl-C reaches the whole group of processes at a terminal or in a notebook; it ends calls, not engines."""
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":', devices=DEVICES)))
+    script.write_text(textwrap.dedent(SCRIPT.format(guard='if __name__ == "__main__":', devices=DEVICES[:1])))
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -275,7 +275,7 @@ def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -
     result = json.loads(done.stdout)  # nothing else is said, whatever ends at which moment
     assert result["said"][0]
     assert len(set(result["said"])) == 1
-    assert result["unfinished"] == [0, 0]
+    assert result["unfinished"] == [0]
     assert len(result["children"]) >= 2
     assert "Traceback" not in done.stderr
     wait_until(lambda: not any(map(psutil.pid_exists, result["children"])), 10.0, "end of every process it started")

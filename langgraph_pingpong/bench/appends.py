@@ -1,6 +1,6 @@
 """What an append costs at different lengths of the prompt: as a delta, and as a growing prefix.
 
-    python -m langgraph_pingpong.bench.appends --output docs/results/appends-cpu --lengths 512,1024,2048,4096,7680
+    python -m langgraph_pingpong.bench.appends --output docs/results/appends-cpu --lengths 512,1024,2048,4096,7168
 
 A prompt is prefilled up to each length. Then it grows by one cache block at a time, once through an open prompt (only
 the block is sent) and once by requests with the whole prefix, alternating. Times are those that the caller waits for
@@ -30,7 +30,7 @@ _salts = count()
 
 def main(  # noqa: PLR0913 - a parameter an option
     output: Annotated[Path, typer.Option(help="where to write, without an ending")],
-    lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "512,1024,2048,4096,7680",
+    lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "512,1024,2048,4096,7168",
     appends: Annotated[int, typer.Option(min=2, help="of each kind at each length")] = 30,
     device: Annotated[str, typer.Option(help="empty: the machine's first")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",

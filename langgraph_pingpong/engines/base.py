@@ -142,7 +142,7 @@ class Engine(Protocol):
 
     @property
     def piece_tokens(self) -> int:
-        """How many tokens of a prefill a decode step can carry along, not much slowed. Valid once started."""
+        """How many tokens of a prefill a decode step can carry along, not much slowed; may be 0. Valid once started."""
 
     @property
     def num_unfinished(self) -> int:

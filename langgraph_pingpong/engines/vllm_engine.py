@@ -91,10 +91,12 @@ class VllmEngine:
     def piece_tokens(self) -> int:
         """How many tokens of a prefill a decode step can carry along: what the captured graphs have place for.
 
-        An engine that paces prefills by itself takes them whole.
+        An engine that paces prefills by itself takes them whole. On a CPU none: each takes its time.
         """
         if (riding := self._config.riding) is not None:
             return self.max_model_len if riding.paced else riding.piece
+        if self.device.startswith("cpu"):
+            return 0
         captured = self._engine.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         return max((size for size in captured if size <= PIECE_TOKENS), default=PIECE_TOKENS)
 
