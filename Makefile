@@ -6,7 +6,7 @@ DEMO_ARGS ?= --compare --task "Explain this document to a new reader." --input g
 PIP := .venv/bin/python -m pip --disable-pip-version-check install --quiet
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo bench results test suites check install-cpu install-cuda
+.PHONY: demo bench results pictures test suites check install-cpu install-cuda
 
 demo: .venv/.ready
 	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS)
@@ -20,6 +20,15 @@ bench: .venv/.ready
 # Brings the reports beside the committed results, and the README's table of them, up to date.
 results: .venv/.ready
 	.venv/bin/python -m langgraph_pingpong.bench.results
+
+# Every picture under docs/img, from the graphs and the traces that are committed.
+pictures: .venv/.ready
+	.venv/bin/pingpong timeline docs/traces/demo-cpu.jsonl --out docs/img/timeline.png
+
+# The trace that pictures are made of: a minute on two cores.
+docs/traces/demo-cpu.jsonl: | .venv/.ready
+	mkdir -p $(@D)
+	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS) --set max_tokens=64 --trace $@
 
 test: .venv/.ready
 	.venv/bin/pytest

@@ -20,7 +20,8 @@ from langgraph_pingpong.viz.timeline import Span, Timeline, runs_of, timeline_of
 from tests.browser import open_page
 from tests.traced_runs import append, called, event, finish, first, pingpong
 
-DEMO = Path(__file__).parent.parent / "docs" / "traces" / "demo-cpu.jsonl"
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "docs" / "traces" / "demo-cpu.jsonl"
 
 
 def near(span: Span) -> tuple[Any, ...]:
@@ -413,3 +414,17 @@ def test_a_browser_that_is_asked_tells_of_errors(tmp_path: Path) -> None:
     assert opened.console[0] == "said"
     assert any("Uncaught Error: thrown" in each for each in opened.console)
     assert len(opened.console) >= 3  # what the network was asked for
+
+
+# -- the picture in the documentation --------------------------------------------------------------------------
+
+
+def test_the_committed_picture_is_made_of_the_committed_trace(tmp_path: Path) -> None:
+    import matplotlib
+    from matplotlib.image import imread
+
+    drawn_with = re.search(r"^matplotlib==(.*)$", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
+    if drawn_with is None or matplotlib.__version__ != drawn_with[1]:
+        pytest.skip("letters of another version of matplotlib lie elsewhere by a pixel")
+    assert timeline(DEMO, "--out", tmp_path / "t.png").exit_code == 0
+    assert (imread(tmp_path / "t.png") == imread(ROOT / "docs" / "img" / "timeline.png")).all(), "run make pictures"
