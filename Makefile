@@ -28,6 +28,12 @@ pictures: .venv/.ready
 	for graph in $(GALLERY); do \
 		.venv/bin/pingpong graph graphs.$$graph --devices cuda:0,cuda:1 --out docs/img/$$graph.png || exit 1; done
 	.venv/bin/pingpong graph graphs.five_agents --trace docs/traces/demo-cpu.jsonl --out docs/img/five_agents_run.png
+	.venv/bin/pingpong timeline docs/traces/demo-cpu.jsonl --out docs/img/timeline.png
+
+# The trace that pictures are made of: a minute on two cores.
+docs/traces/demo-cpu.jsonl: | .venv/.ready
+	mkdir -p $(@D)
+	.venv/bin/pingpong run graphs.five_agents $(DEMO_ARGS) --set max_tokens=64 --trace $@
 
 test: .venv/.ready
 	.venv/bin/pytest

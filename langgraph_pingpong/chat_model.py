@@ -20,6 +20,7 @@ from pydantic import PrivateAttr
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
+from langgraph_pingpong.custom_events import streamed
 from langgraph_pingpong.edges import RunningTask, running_task
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
@@ -286,9 +287,10 @@ class ChatPingPong(Settings):
         decode = serving.decoder(sampling)
         if task is None:
             return _Prepared(serving, Call(request, read=read, trace=self._trace, decode=decode))
+        trace = streamed(self._trace, task) if self.custom_events else self._trace
         key = CallKey(task.site, push=task.push)
         same_device = self.overlap == "same-device"
-        call = Call(request, key, task.step, None, self.defer_downstream, read, self._trace, decode, same_device)
+        call = Call(request, key, task.step, None, self.defer_downstream, read, trace, decode, same_device)
         if self.overlap == "off" or (len(serving.pool.engines) < 2 and not same_device):
             return _Prepared(serving, call, task)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)

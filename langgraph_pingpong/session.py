@@ -177,7 +177,7 @@ class Session:
         """
         since = self._last_finish or time.monotonic()
         self.is_open = True
-        self.pool.health.traces.add(call.trace)
+        self.pool.health.traces.add(call.trace.origin)
         edge = self._claim(call)
         prefilled = edge.finalize(call.request) if edge else Prefilled()
         lease, prefilled = self._lease(call, edge, prefilled)

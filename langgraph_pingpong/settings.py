@@ -104,6 +104,11 @@ class Settings(ConfigAwareChatModel):
 
     It is taken over if the call asks for exactly that answer, and aborted if not. Known from the second run on.
     """
+    custom_events: bool = False
+    """Tell `stream(..., stream_mode="custom")` of a graph what happens: calls, appends, certificates (docs/events.md).
+
+    A run that is streamed in other modes is as it is without.
+    """
     chat_template: str | None = None
     """A Jinja template in place of the model's own."""
     escape_markers: bool | None = None

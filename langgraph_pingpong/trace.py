@@ -47,17 +47,29 @@ Sink = Callable[[Event], None]
 class Trace:
     """Hands events to every subscribed sink, from whatever thread they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Trace | None = None) -> None:
         self._sinks: list[Sink] = []
+        self._origin = origin
+
+    @property
+    def origin(self) -> Trace:
+        """Where all events go that come here: itself, unless it was made by `also_to`."""
+        return self._origin or self
 
     def emit(self, name: str, *, run: str, node: str, device: str, **data: Any) -> float:
         """Record an event now and return its time (s, monotonic)."""
         now = time.monotonic()
-        if self._sinks:
+        if sinks := (*self._sinks, *(self._origin._sinks if self._origin else ())):
             event = Event(name, now, run, node, device, data)
-            for sink in tuple(self._sinks):
+            for sink in sinks:
                 _hand_over(event, sink)
         return now
+
+    def also_to(self, sink: Sink) -> Trace:
+        """A trace whose events go to `sink`, and to whoever listens to this one."""
+        trace = Trace(self.origin)
+        trace.subscribe(sink)
+        return trace
 
     @contextmanager
     def subscribed(self, sink: Sink) -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 from langgraph_pingpong.bench import metrics
 from langgraph_pingpong.bench.groups import compare, named, varying
 from langgraph_pingpong.bench.lines import Results
-from langgraph_pingpong.bench.timeline import Span, median_run, spans
+from langgraph_pingpong.bench.timeline import median_run, timeline
 
 
 def event(name: str, t: float, node: str, graph_run: int = 0, device: str = "d0", **data: Any) -> dict[str, Any]:
@@ -238,20 +238,35 @@ def test_groups_and_their_baseline() -> None:
 
 def test_the_timeline() -> None:
     run = chain(200, (50, 10))
-    run["events"] += [
-        event("append.started", 55, "B", device="d1"),
-        event("append.complete", 60, "B", device="d1"),
-        event("append.started", 61, "B", device="d1"),
-        event("finalize", 70, "B", device="d1"),
+    for told in run["events"]:
+        if told["name"] == "generate.started":
+            told["data"]["prompt_tokens"] = 100
+    run["agents"][1]["upstream"] = "A"
+    run["agents"][0]["upstream"] = None
+    run["events"] = [
+        *run["events"][:1],
+        event("first_token", 50, "A", ttft_ms=50),
+        event("append.started", 55, "B", device="d1", tokens=64),
+        event("append.complete", 60, "B", device="d1", tokens=64),
+        event("append.started", 61, "B", device="d1", tokens=96),
+        event("finalize", 69, "B", device="d1", static=64),
+        *run["events"][1:3],
+        event("first_token", 80, "B", device="d1", ttft_ms=10),
+        *run["events"][3:],
     ]
-    run["answers"].append(answer("d1", "prompt of B, cut", 62, (), done=False))
-    assert spans(run) == [
-        Span("d0", "prefill", "A", 0, 50),
-        Span("d0", "decode", "A", 50, 70),
-        Span("d1", "append", "B", 55, 60),
-        Span("d1", "append", "B", 61, 70),
-        Span("d1", "aborted", "", 62, 99.0),
-        Span("d1", "prefill", "B", 70, 80),
-        Span("d1", "decode", "B", 80, 100),
+    made = timeline(run, "t")
+    bars = [(span.device, span.kind, span.node, round(span.start), round(span.end), span.tokens) for span in made.spans]
+    assert bars == [
+        ("d0", "prefill", "A", 0, 50, 100),
+        ("d0", "decode", "A", 50, 70, 3),
+        ("d1", "append", "B", 55, 60, 64),
+        ("d1", "append", "B", 61, 69, 96),
+        ("d1", "prefill", "B", 70, 80, 100),
+        ("d1", "decode", "B", 80, 100, 3),
     ]
+    assert [(flow.source.node, flow.target.node, flow.whole) for flow in made.flows] == [
+        ("A", "B", False),
+        ("A", "B", True),
+    ]
+    assert run["events"][-1]["data"] == {"agent": 1}  # the line stays as it was
     assert median_run([chain(3, (1,)), chain(1, (1,)), chain(2, (1,))])["e2e_ms"] == 2

@@ -28,7 +28,7 @@ streaming_edge edges
 engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
-run_ends
+run_ends custom_events
 calls calling answers
 settings
 chat_model

@@ -19,6 +19,7 @@ from rich.console import Console
 from langgraph_pingpong.cli.bench import bench
 from langgraph_pingpong.cli.doctor import doctor
 from langgraph_pingpong.cli.graph import graph as draw_graph
+from langgraph_pingpong.cli.live import LiveScreen
 from langgraph_pingpong.cli.loading import build_graph, load_build, parse_options, read_input
 from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.cli.report import NOTHING_AHEAD, SINCE, Run, compare_table, hold_together, run_table
@@ -58,6 +59,9 @@ OverlapSwitch = Annotated[
     typer.Option(help="off: the same program without prefills; same-device: also beside decodes.", show_default="on"),
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Run with overlap off, then on, and compare.")]
+Live = Annotated[
+    bool, typer.Option("--live", help="Show a lane for each device, and what each agent does, while the graph runs.")
+]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write every event to this file, as JSON lines.")]
 ModelName = Annotated[
     str | None,
@@ -124,6 +128,7 @@ def run(  # noqa: PLR0913 - a parameter for each option
     overlap: OverlapSwitch = None,
     compare: Compare = False,
     trace: TraceFile = None,
+    live: Live = False,
     defer: Defer = True,
     model: ModelName = None,
     devices: Devices = None,
@@ -158,7 +163,9 @@ def run(  # noqa: PLR0913 - a parameter for each option
         lines = stack.enter_context(closing(_open_trace(trace))) if trace else None
         serving = _serve(model, devices, base_urls, engines)
         stack.callback(serving.pool.close)
-        runner = _Runner(serving.pool, _make_model(model, serving, calls), console, lines)
+        runner = _Runner(
+            serving.pool, _make_model(model, serving, calls), console, lines, LiveScreen if live else Screen
+        )
         runs = runner.run(lambda copy: build_graph(build, copy, options), given, modes)
     _report(runs, console, sampled=temperature > 0 and seed is None)
 
@@ -199,6 +206,7 @@ class _Runner:
     model: ChatPingPong
     console: Console
     lines: JsonLines | None
+    screen: type[Screen] = Screen
 
     def run(self, build: Callable[[ChatPingPong], Any], given: dict[str, str], modes: Sequence[Overlap]) -> list[Run]:
         """One run for each mode."""
@@ -217,7 +225,7 @@ class _Runner:
 
     def _run_once(self, graph: Any, given: dict[str, str], overlap: Overlap) -> Run:
         self.pool.reset_prefix_cache()
-        run, screen = Run(overlap), Screen(self.console, self.model.get_num_tokens)
+        run, screen = Run(overlap), self.screen(self.console, self.model.get_num_tokens)
         sinks: list[Sink] = [run, screen, *([_naming(overlap, self.lines)] if self.lines else [])]
         self.console.rule(f"overlap {overlap}", align="left", style="dim")
         with ExitStack() as stack:

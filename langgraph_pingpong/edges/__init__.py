@@ -1,7 +1,7 @@
 """Edges: which calls of the model come next, and what their prompts will be."""
 
 from langgraph_pingpong.edges.declared import AgentNode, agent_node
-from langgraph_pingpong.edges.langgraph_internals import running_task, when_graph_ends
+from langgraph_pingpong.edges.langgraph_internals import custom_stream, running_task, when_graph_ends
 from langgraph_pingpong.edges.options import NodeOptions, options_of, streaming_edges
 from langgraph_pingpong.edges.rehearsal import REHEARSAL, Rehearsal
 from langgraph_pingpong.edges.tasks import RunningTask
@@ -13,6 +13,7 @@ __all__ = [
     "Rehearsal",
     "RunningTask",
     "agent_node",
+    "custom_stream",
     "options_of",
     "running_task",
     "streaming_edges",

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import var_child_runnable_config
 
 from langgraph_pingpong.edges.branches import may_send
 from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
@@ -108,6 +109,21 @@ def state_of(task: RunningTask) -> Mapping[str, Any]:
         for name, channel in channels.items()
         if not name.startswith(("branch:", "__", "join:")) and channel.is_available()
     }
+
+
+def custom_stream(task: RunningTask) -> Callable[[Any], None]:
+    """Writes into the custom stream of the task's graph, from any thread; where nobody asked for it, nowhere.
+
+    It is the graph's writer, which does not end with the task. What it keeps is neither the task nor the loop.
+    """
+    write = task.loop.config["configurable"]["__pregel_runtime"].stream_writer
+    where: RunnableConfig = {"configurable": {"checkpoint_ns": task.config["configurable"]["checkpoint_ns"]}}
+
+    def write_as_task(item: Any) -> None:
+        var_child_runnable_config.set(where)  # from which the writer reads which graph it is
+        write(item)
+
+    return lambda item: contextvars.Context().run(write_as_task, item)
 
 
 def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:

@@ -300,6 +300,11 @@ class _Reader:
         self._end("decode", event, event.data["certificate"]["output_tokens"])
         self._finished[event.run, event.node] = self._ms(event.t)
 
+    def _failed(self, event: Event) -> None:
+        for kind in ("prefill", "decode"):
+            if self._end(kind, event) is not None:
+                return
+
     def _moved(self, event: Event) -> None:
         """An answer goes on elsewhere, since its engine failed."""
         for kind in ("prefill", "decode"):
@@ -320,5 +325,6 @@ _HANDLERS: Mapping[str, Callable[[_Reader, Event], None]] = {
     "generate.started": _Reader._called,
     "first_token": _Reader._first_token,
     "finish": _Reader._finish,
+    "generate.failed": _Reader._failed,
     "failover": _Reader._moved,
 }

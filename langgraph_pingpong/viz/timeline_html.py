@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 ROW_PX = 44
 """The height of a call's row, in pixels."""
 
+_CONFIG = {
+    "scrollZoom": True,
+    "responsive": True,
+    "displaylogo": False,
+    "showSendToCloud": False,  # a trace is not uploaded
+    "modeBarButtonsToRemove": ["select2d", "lasso2d"],
+}
+
 _INK = "#333333"
 
 
@@ -25,9 +33,8 @@ def page(timelines: Sequence[Timeline], title: str) -> str:
         VizNotInstalled: plotly is missing.
     """
     figure = draw(timelines)
-    config = {"scrollZoom": True, "displaylogo": False, "responsive": True}
     # A fixed id: the same trace gives the same page.
-    html: str = figure.to_html(include_plotlyjs=True, include_mathjax=False, config=config, div_id="timeline")
+    html: str = figure.to_html(include_plotlyjs=True, include_mathjax=False, config=_CONFIG, div_id="timeline")
     return html.replace("<head>", f"<head><title>{_escaped(title)}</title>", 1)
 
 

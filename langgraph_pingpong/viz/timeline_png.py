@@ -100,13 +100,9 @@ def _draw_arrows(axes: Axes, panel: Panel) -> None:
     for flow in thinned(panel.timeline.flows, _ARROWS):
         if (ends := panel.arrow(flow)) is None:
             continue
-        style: dict[str, Any] = {
-            "arrowstyle": "-|>",
-            "linewidth": 1.2 if flow.whole else 0.7,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        }
-        look = {**style, "color": _INK, "mutation_scale": 9 if flow.whole else 7}
+        width, head = (1.2, 9) if flow.whole else (0.7, 7)
+        look: dict[str, Any] = {"arrowstyle": "-|>", "linewidth": width, "mutation_scale": head, "color": _INK}
+        look |= {"shrinkA": 0, "shrinkB": 0}
         axes.annotate("", (flow.arrives, ends[1]), (flow.leaves, ends[0]), arrowprops=look, zorder=5)
 
 
@@ -114,18 +110,12 @@ def _draw_first_tokens(axes: Axes, panel: Panel, inches_per_ms: float) -> None:
     """A mark in the bar, and above it the time to it where there is room up to the next one."""
     from matplotlib.patheffects import withStroke
 
-    mark: dict[str, Any] = {
-        "marker": "v",
-        "markersize": 6,
-        "color": "black",
-        "markeredgecolor": "white",
-        "linestyle": "none",
-    }
+    mark: dict[str, Any] = {"marker": "v", "markersize": 6, "color": "black", "markeredgecolor": "white"}
     free: dict[str, float] = {}
     for first in sorted(panel.timeline.first_tokens, key=lambda each: each.at):
         bar = panel.bars[first.span]
         top = bar.y - bar.height / 2
-        axes.plot(first.at, top + 0.14, zorder=6, **mark)
+        axes.plot(first.at, top + 0.14, zorder=6, linestyle="none", **mark)
         text = f"{first.ttft_ms:,.0f} ms"
         if first.at >= free.get(first.device, 0.0):
             label = axes.annotate(text, (first.at, top), (1, 2), textcoords="offset points", fontsize=8, zorder=7)
