@@ -47,6 +47,7 @@ class Trace:
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
+        self._callers: list[Callable[[str], None]] = []
 
     def emit(self, name: str, *, run: str, node: str, device: str, **data: Any) -> float:
         """Record an event now and return its time (s, monotonic)."""
@@ -69,6 +70,21 @@ class Trace:
     def subscribe(self, sink: Sink) -> None:
         """Send every event from now on to `sink`; it is called in the thread that emits and must not block."""
         self._sinks.append(sink)
+
+    def on_call(self, hook: Callable[[str], None]) -> None:
+        """Give `hook` the request id of each call, in the thread and the context of the program that makes it.
+
+        It is no event: events come from the thread of the engines, where nothing of a caller's context is known.
+        """
+        self._callers.append(hook)
+
+    def called(self, request: str) -> None:
+        """The program makes a call, here and now."""
+        for hook in tuple(self._callers):
+            try:
+                hook(request)
+            except Exception:
+                logger.exception("A hook of the trace raised on a call")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Whoever listens to a model hears its copies too."""

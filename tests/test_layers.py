@@ -29,10 +29,11 @@ engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answe
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends
-calls calling answers
+calls answers run_metadata
+calling
 settings
 chat_model
-bench viz cli
+bench viz cli observe
 """
 """From the bottom up. A module imports from lower layers, and from its own without a circle."""
 
@@ -48,6 +49,8 @@ HOSTS = {
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
     "pydantic": ("settings", "tools", "edges.saved", "chat_model", "cli", "bench"),
     "typer": ("cli", "bench"),
+    "opentelemetry": ("observe.spans",),
+    "prometheus_client": ("observe.metrics",),
     "rich": ("cli", "bench", "viz", "default_model"),
 }
 """Which modules may import a host, there included what is below them."""
