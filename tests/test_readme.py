@@ -41,7 +41,7 @@ def test_the_program_streams_from_the_second_run_on(tmp_path: Path) -> None:
 
 def test_every_block_is_run_by_a_test() -> None:
     text = README.read_text(encoding="utf-8")
-    languages = re.findall(r"^```(\w*)\n", text, re.MULTILINE)
+    languages = re.findall(r"^```(\w*)\n", text, re.MULTILINE)[::2]  # the others end a block
     assert sorted(languages) == ["python", "sh"], "a new block needs a test that runs it"
 
 
