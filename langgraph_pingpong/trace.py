@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 logger = logging.getLogger(__name__)
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: events come often
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Event:
 
     def to_json(self) -> str:
         """The event as one line of JSON."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return _encode({name: getattr(self, name) for name in self.__slots__})
 
 
 Sink = Callable[[Event], None]

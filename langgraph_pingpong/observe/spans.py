@@ -157,15 +157,13 @@ class Spans:
     # -- edges ---------------------------------------------------------------------------------------------
 
     def _append(self, moment: _Moment) -> None:
+        """The first append starts a span. The others are in the trace: a long answer has hundreds."""
         if moment.edge not in self._edges:
             self._edges[moment.edge] = moment.start("prefill", self._below(moment.event.data["opened_by"]))
 
-    def _of_edge(self, moment: _Moment) -> None:
-        """A moment in what an edge does, with its counts."""
+    def _append_failed(self, moment: _Moment) -> None:
         if span := self._edges.get(moment.edge):
-            data = moment.event.data.items()
-            counts = {f"pingpong.{name}": value for name, value in data if isinstance(value, int | float)}
-            span.add_event(moment.event.name, counts, moment.at)
+            span.add_event("append.failed", {"pingpong.tokens": moment.event.data["tokens"]}, moment.at)
 
     def _claim(self, moment: _Moment) -> None:
         if span := self._edges.pop(moment.edge, None):
@@ -200,10 +198,7 @@ _HANDLERS: dict[str, Callable[[Spans, _Moment], None]] = {
     "finish": Spans._finish,
     "generate.failed": Spans._failed,
     "append.started": Spans._append,
-    "append.complete": Spans._of_edge,
-    "append.failed": Spans._of_edge,
-    "speculation.started": Spans._of_edge,
-    "speculation.dropped": Spans._of_edge,
+    "append.failed": Spans._append_failed,
     "finalize": Spans._claim,
     "edge.dropped": Spans._dropped,
 }
