@@ -285,7 +285,7 @@ class EnginePool:
     @property
     def open_runs(self) -> int:
         """How many runs of graphs may still call the model. May be asked from any thread."""
-        return sum(run.is_open for run in tuple(self.runs.values()))
+        return 0 if self.closed else sum(run.is_open for run in tuple(self.runs.values()))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix on every engine, for a cold start."""

@@ -347,6 +347,17 @@ class TestMetrics:
         gc.collect()
         wait_until(lambda: sample(registry, "pingpong_open_sessions") == [0], 5.0, "end of the session")
 
+    def test_no_session_is_open_on_engines_that_are_closed(self, lab: Lab) -> None:
+        model, registry = lab.model(), CollectorRegistry()
+        export_metrics(model, registry=registry)
+        stream = lab.chain(model).stream(TASK, stream_mode="messages")
+        next(stream)
+        assert sample(registry, "pingpong_open_sessions") == [1]
+        model.pool.close()
+        assert sample(registry, "pingpong_open_sessions") == [0]
+        with pytest.raises(EngineDead):
+            list(stream)
+
     def test_models_share_a_registry(self, lab: Lab) -> None:
         model, registry = lab.model(), CollectorRegistry()
         other = ChatPingPong(pool=model.pool)
