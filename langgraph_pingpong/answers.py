@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
@@ -14,12 +14,16 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langgraph_pingpong.engines.base import Delta, Said, TokenLogprob, ToolCallPart
 from langgraph_pingpong.session import Certificate
 
+Certify = Callable[[Mapping[str, Any]], None]
+"""Takes the certificate of a call, besides the message that carries it."""
+
 
 class AnswerChunks:
     """Makes the chunks of one call, which merge into its message."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, certify: Certify) -> None:
         self._model_name = model_name
+        self._certify = certify
         self._called: set[tuple[int, int]] = set()
 
     def chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk | None:
@@ -39,6 +43,7 @@ class AnswerChunks:
         if certificate is not None:
             message.usage_metadata = _usage(certificate)
             message.response_metadata["pingpong"] = certificate.to_dict()
+            self._certify(certificate.to_dict())
         return ChatGenerationChunk(message=message)
 
     def _tool_call_chunk(self, index: int, part: ToolCallPart) -> ToolCallChunk:

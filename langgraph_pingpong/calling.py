@@ -13,6 +13,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import ensure_config
 
 from langgraph_pingpong.edges import REHEARSAL, Rehearsal
+from langgraph_pingpong.run_metadata import traceable
 
 _CONFIG: ContextVar[RunnableConfig | None] = ContextVar("langgraph_pingpong_config", default=None)
 
@@ -23,8 +24,8 @@ def current_config() -> RunnableConfig:
 
 
 @contextmanager
-def _calling(config: RunnableConfig | None) -> Iterator[None]:
-    token = _CONFIG.set(ensure_config(config))
+def _calling(config: RunnableConfig) -> Iterator[None]:
+    token = _CONFIG.set(config)
     try:
         yield
     finally:
@@ -45,7 +46,7 @@ class ConfigAwareChatModel(BaseChatModel):
         """Answer a prompt."""
         if rehearsal := REHEARSAL.get():
             return self._rehearse(rehearsal, input, kwargs)
-        with _calling(config):
+        with _calling(config := traceable(config)):
             return super().invoke(input, config, stop=stop, **kwargs)
 
     async def ainvoke(
@@ -59,7 +60,7 @@ class ConfigAwareChatModel(BaseChatModel):
         """Answer a prompt."""
         if rehearsal := REHEARSAL.get():
             return self._rehearse(rehearsal, input, kwargs)
-        with _calling(config):
+        with _calling(config := traceable(config)):
             return await super().ainvoke(input, config, stop=stop, **kwargs)
 
     def stream(
@@ -74,6 +75,7 @@ class ConfigAwareChatModel(BaseChatModel):
         if rehearsal := REHEARSAL.get():
             yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
             return
+        config = traceable(config)
         chunks = super().stream(input, config, stop=stop, **kwargs)
         # Only while the first chunk is made: a generator shares its caller's context, so that what it sets there
         # would be seen by the caller between chunks.
@@ -94,6 +96,7 @@ class ConfigAwareChatModel(BaseChatModel):
         if rehearsal := REHEARSAL.get():
             yield AIMessageChunk(content=self._rehearse(rehearsal, input, kwargs).text)
             return
+        config = traceable(config)
         async with aclosing(super().astream(input, config, stop=stop, **kwargs)) as chunks:  # type: ignore[type-var]
             with _calling(config):
                 first = await anext(chunks)

@@ -29,8 +29,10 @@ from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, ope
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
 from langgraph_pingpong.planning import PlannedCall, cache_salt, planner_of
+from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
 from langgraph_pingpong.run_ends import close_with_graph
+from langgraph_pingpong.run_metadata import add_to_run
 from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, Certificate, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS, Settings
@@ -106,6 +108,12 @@ class ChatPingPong(Settings):
 
     def _serving(self) -> Serving:
         return self._lazy.get(self._make_serving)
+
+    @property
+    def _pool_in_use(self) -> EnginePool | None:
+        """The engines that calls go to; those of its own are made by the first call, not here."""
+        made = self._lazy.made
+        return made.pool if made else self.pool
 
     def _make_serving(self) -> Serving:
         # vLLM may be missing where no parser was chosen. A model from a checkpoint has every setting given.
@@ -256,8 +264,8 @@ class ChatPingPong(Settings):
                 yield chunk
 
     def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
-        prepared = self._prepare(messages, terms, current_config())
-        made = AnswerChunks(self.model or "default")
+        prepared = self._prepare(messages, terms, config := current_config())
+        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks))
         with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
             for answer in answers:
                 if chunk := made.chunk(*answer):
@@ -265,8 +273,8 @@ class ChatPingPong(Settings):
 
     async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
         # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
-        prepared = await asyncio.to_thread(self._prepare, messages, terms, current_config())
-        made = AnswerChunks(self.model or "default")
+        prepared = await asyncio.to_thread(self._prepare, messages, terms, config := current_config())
+        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks))
         async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
                 if chunk := made.chunk(*answer):
@@ -284,6 +292,7 @@ class ChatPingPong(Settings):
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
         sampling, read = self._reading(serving, terms, ids)
         request = Request(ids, {"max_tokens": room, **sampling}, cache_salt=cache_salt(config))
+        self._trace.called(request.request_id)
         decode = serving.decoder(sampling)
         if task is None:
             return _Prepared(serving, Call(request, read=read, trace=self._trace, decode=decode))
@@ -379,7 +388,6 @@ def _renderer_of(serving: Serving, model: Any, more: Mapping[str, Any]) -> Rende
         model = model.bound
     if not isinstance(model, ChatPingPong):
         return None
-    made = model._lazy.made  # engines of its own are made by its own call, not here
-    if (made.pool if made else model.pool) is not serving.pool:
+    if model._pool_in_use is not serving.pool:
         return None
     return partial(model._render, kwargs=kwargs)

@@ -15,6 +15,7 @@
     │   ├── CallRefused
     │   ├── UnknownParser
     │   ├── EngineNotInstalled
+    │   ├── ExporterNotInstalled
     │   ├── MissingMainGuard
     │   ├── NotEnoughMemory
     │   ├── OtherResults
@@ -130,6 +131,12 @@ class EngineNotInstalled(ConfigError):
     """vLLM is not installed."""
 
     hint = 'Install it with: pip install "langgraph-pingpong[cuda]" (or [cpu] on a machine without a GPU).'
+
+
+class ExporterNotInstalled(ConfigError):
+    """What spans or metrics are exported with is not installed."""
+
+    hint = 'Install it with: pip install "langgraph-pingpong[otel]" for spans, or [prometheus] for metrics.'
 
 
 class MissingMainGuard(ConfigError):

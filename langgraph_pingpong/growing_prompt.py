@@ -30,6 +30,10 @@ class CallKey:
         """The node that makes the call."""
         return self.site[-1]
 
+    def __str__(self) -> str:
+        """Tells the call from the others that its graph has under way."""
+        return f"{'/'.join(self.site)}#{self.number}" + ("" if self.push is None else f"[{self.push}]")
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:

@@ -282,6 +282,11 @@ class EnginePool:
         if times := self._placement.token_took(index, seconds, prompt_tokens, now):
             self.health.emit("device.slow", index, times_slower=times)
 
+    @property
+    def open_runs(self) -> int:
+        """How many runs of graphs may still call the model. May be asked from any thread."""
+        return 0 if self.closed else sum(run.is_open for run in tuple(self.runs.values()))
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix on every engine, for a cold start."""
         self.start()

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 import time
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -199,6 +200,9 @@ class Session:
                         self._last_finish = time.monotonic()
                     yield delta, said, certificate
         finally:
+            if not finished:
+                error, id = type(sys.exception()).__name__, call.request.request_id
+                self.emit(call.trace, "generate.failed", call.node, lease.engine.device, request=id, error=error)
             if begun:
                 begun.stop()
             lease.release()
@@ -220,7 +224,8 @@ class Session:
         self, call: Call, lease: Lease, prefilled: Prefilled, since: float, begun: Speculation | None
     ) -> AsyncGenerator[tuple[Delta, Certificate | None]]:
         """The engine's deltas, measured and checked."""
-        ids, emit = call.request.prompt_token_ids, partial(self.emit, call.trace, node=call.node)
+        ids = call.request.prompt_token_ids
+        emit = partial(self.emit, call.trace, node=call.node, request=call.request.request_id)
         emit("generate.started", device=lease.engine.device, prompt_tokens=len(ids), prompt_sha256=_digest(ids))
         moving = MovingAnswer(self.pool, lease, call.request, call.decode, partial(emit, "failover"), begun)
         seen: tuple[int, ...] | None = None
@@ -247,7 +252,7 @@ class Session:
                     cached=cached,
                     ttft_ms=ttft_ms,
                     total_ms=_ms_since(since),
-                    **asdict(_after(moving, prefilled)),
+                    **asdict(prefilled.after(moving.failed, moving.began_anew)),
                 )
                 emit("finish", device=lease.engine.device, certificate=certificate.to_dict())
                 yield delta, certificate
@@ -311,7 +316,8 @@ class Session:
             self.emit(upstream.trace, "edge.quiet", upcoming.key.node, lease.engine.device, source=upcoming.source)
             return
         assert upstream.key is not None, "only calls of a graph have edges"
-        salt, emit = upstream.request.cache_salt, partial(self.emit, upstream.trace)
+        salt, opened_by = upstream.request.cache_salt, upstream.request.request_id
+        emit = partial(self.emit, upstream.trace, opened_by=opened_by)
         edge = StreamingEdge(upcoming, upstream.key, place, emit, salt)
         self._edges[upcoming.key] = edge
         for key, said in self._said.items():
@@ -369,14 +375,6 @@ def session_of(owner: object | None, pool: EnginePool) -> Session:
     if len(pool.runs) > MAX_RUNS:
         pool.runs.popitem(last=False)[1].close()
     return session
-
-
-def _after(moving: MovingAnswer, prefilled: Prefilled) -> Prefilled:
-    """What an edge was worth, after the answer came from where it came from."""
-    failed = "; ".join(f"{device}: {why}" for device, why in moving.failed.items())
-    if moving.began_anew:
-        prefilled = prefilled.lost()
-    return replace(prefilled, fallback="; ".join(filter(None, (prefilled.fallback, failed))) or None)
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

@@ -46,7 +46,9 @@ class Settings(ConfigAwareChatModel):
     temperature: float | None = None
     """0 always takes the likeliest token; None is the model's own default, as for the next three."""
     top_p: float | None = None
+    """Sample among the likeliest tokens that together have this probability."""
     top_k: int | None = None
+    """Sample among so many likeliest tokens."""
     seed: int | None = None
     """Makes sampling repeatable."""
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
@@ -128,10 +130,15 @@ class Settings(ConfigAwareChatModel):
     would bind the reasoning too.
     """
     dtype: str | None = None
+    """The type of the weights, like 'bfloat16'; None is vLLM's own default, as for the next four."""
     max_model_len: int | None = None
+    """The longest prompt plus answer, in tokens."""
     gpu_memory_utilization: float | None = None
+    """The share of each GPU's memory that vLLM may take, 0 to 1."""
     tensor_parallel_size: int | None = None
+    """How many GPUs an engine takes: its device and the next ones."""
     enforce_eager: bool | None = None
+    """Compile nothing and capture no CUDA graphs: a faster start, slower answers. On CPUs True by itself."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Any other of vLLM's engine arguments, under vLLM's name."""
     pool: EnginePool | None = Field(default=None, exclude=True)

@@ -57,6 +57,12 @@ class Prefilled:
         reason = self.fallback or "its device failed"
         return replace(self, static=0, streamed=0, wasted=wasted, ready=0, fallback=reason)
 
+    def after(self, failed: Mapping[str, str], began_anew: bool) -> Prefilled:
+        """The same after engines `failed` on the way, by device; `began_anew` if none of it was of use then."""
+        left = self.lost() if began_anew else self
+        reasons = (left.fallback, *(f"{device}: {why}" for device, why in failed.items()))
+        return replace(left, fallback="; ".join(filter(None, reasons)) or None)
+
 
 Emit = Callable[..., float]
 """Records an event by name, with node, device and data; returns its time (s, monotonic)."""
@@ -248,7 +254,8 @@ class StreamingEdge:
         ready = begun.ready if begun and begun.fits(request) else 0
         right = len(ids) if ready else right
         static = min(right, self.upcoming.prompt.static_tokens)
-        self._emit("finalize", static=static, streamed=right - static, wasted=wasted, ready=ready)
+        known = {"static": static, "streamed": right - static, "wasted": wasted, "ready": ready}
+        self._emit("finalize", request=request.request_id, **known)
         return Prefilled(
             self._upstream, self.upcoming.source, static, right - static, wasted, self._appends, ready, self._failure
         )
@@ -286,5 +293,5 @@ class StreamingEdge:
             self._unclaimed.cancel()
 
     def _emit(self, name: str, **data: Any) -> float:
-        node, device = self.upcoming.key.node, self.lease.engine.device
-        return self._emit_event(name, node, device, upstream=self._upstream, **data)
+        key, device = self.upcoming.key, self.lease.engine.device
+        return self._emit_event(name, key.node, device, edge=str(key), upstream=self._upstream, **data)

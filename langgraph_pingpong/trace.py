@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from langgraph_pingpong.errors import NotATrace
 
 logger = logging.getLogger(__name__)
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: events come often
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Event:
 
     def to_json(self) -> str:
         """The event as one line of JSON."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return _encode({name: getattr(self, name) for name in self.__slots__})
 
 
 Sink = Callable[[Event], None]
@@ -49,6 +51,7 @@ class Trace:
 
     def __init__(self, origin: Trace | None = None) -> None:
         self._sinks: list[Sink] = []
+        self._callers: list[Callable[[str], None]] = []
         self._origin = origin
 
     @property
@@ -83,6 +86,21 @@ class Trace:
     def subscribe(self, sink: Sink) -> None:
         """Send every event from now on to `sink`; it is called in the thread that emits and must not block."""
         self._sinks.append(sink)
+
+    def on_call(self, hook: Callable[[str], None]) -> None:
+        """Give `hook` the request id of each call, in the thread and the context of the program that makes it.
+
+        It is no event: events come from the thread of the engines, where nothing of a caller's context is known.
+        """
+        self._callers.append(hook)
+
+    def called(self, request: str) -> None:
+        """The program makes a call, here and now."""
+        for hook in tuple(self._callers):
+            try:
+                hook(request)
+            except Exception:
+                logger.exception("A hook of the trace raised on a call")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Whoever listens to a model hears its copies too."""

@@ -486,7 +486,7 @@ class TestStreamedToolCalls:
 
     @pytest.mark.parametrize("style", ["named once", "named on each", "both in one delta"])
     def test_are_two_whole_calls(self, style: str) -> None:
-        made = AnswerChunks("m")
+        made = AnswerChunks("m", lambda certificate: None)
         said = [Said(tool_calls=tuple(parts)) for parts in self.fragments(style)]
         deltas = [*(Delta("x", (1,)) for _ in said[1:]), Delta("x", (1,), "stop")]
         chunks = [chunk for pair in zip(deltas, said, strict=True) if (chunk := made.chunk(*pair, None))]

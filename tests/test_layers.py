@@ -29,9 +29,11 @@ engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answe
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends custom_events
-calls calling answers
+calls answers run_metadata
+calling
 settings
 chat_model
+observe
 bench viz cli
 """
 """From the bottom up. A module imports from lower layers, and from its own without a circle."""
@@ -49,6 +51,8 @@ HOSTS = {
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
     "pydantic": ("settings", "tools", "edges.saved", "chat_model", "cli", "bench"),
     "typer": ("cli", "bench"),
+    "opentelemetry": ("observe", "bench.overhead"),
+    "prometheus_client": ("observe", "bench.overhead"),
     "rich": ("cli", "bench", "viz", "default_model"),
 }
 """Which modules may import a host, there included what is below them."""

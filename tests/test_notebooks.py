@@ -11,7 +11,8 @@ from nbclient import NotebookClient
 
 from graphs.five_agents import CHAIN
 
-FIRST_RUN = Path(__file__).parent.parent / "notebooks" / "01_first_run.ipynb"
+ROOT = Path(__file__).parent.parent
+FIRST_RUN, YOUR_GRAPH, RESULTS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NODES = [node for node, *_ in CHAIN]
 ROW = re.compile(r"(\w+) +\w+:\d +(\d+) ms +(\d+) ms +(\d+) of (\d+) tokens")
 
@@ -45,21 +46,74 @@ def assert_shows_the_gain(notebook: Any) -> None:
     assert "Texts equal: True (5 answers)" in text
 
 
-def test_stored_outputs_read_well() -> None:
-    notebook = read(FIRST_RUN)
+CALL = re.compile(r"(drafter|reviewer|editor) +(-|learned|dry run|declared) +(\d+) +(\d+) +(\d+) +(\d+)  (True|False)")
+
+
+def assert_shows_every_source(notebook: Any) -> None:
+    """Foreseen by nobody, then learned, by dry run, declared; streamed, nothing wasted, and the same without edges."""
+    text = printed(notebook)
+    rows = [
+        (node, source, int(streamed), int(wasted)) for node, source, _, _, streamed, wasted, _ in CALL.findall(text)
+    ]
+    nodes = ("drafter", "reviewer", "editor")
+    sources = ("-", "-", "-", "-", *["learned"] * 2, "-", *["dry run"] * 2, "-", *["declared"] * 2)
+    assert [(node, source) for node, source, *_ in rows] == list(zip(nodes * 4, sources, strict=True)), text
+    assert [streamed > 100 for _, _, streamed, _ in rows] == [source != "-" for source in sources], text
+    assert sum(wasted for *_, wasted in rows) == 0
+    assert "fallback       None" in text
+    assert "Same result without edges: True" in text
+
+
+def shown(notebook: Any, kind: str) -> list[str]:
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return [output.data[kind] for output in outputs if output.output_type == "display_data" and kind in output.data]
+
+
+def assert_shows_the_results(notebook: Any) -> None:
+    """Three pictures and three tables, the tables being those of the committed report."""
+    assert [len(picture) > 10_000 for picture in shown(notebook, "image/png")] == [True] * 3
+    report = (ROOT / "docs" / "results" / "h200x2" / "long-prefill-14b.md").read_text(encoding="utf-8")
+    tables = [table.strip() for table in shown(notebook, "text/markdown")]
+    assert len(tables) == 3
+    assert [table in report for table in tables] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "assert_it_shows", "outputs"),
+    [
+        (FIRST_RUN, assert_shows_the_gain, {"stdout"}),
+        (YOUR_GRAPH, assert_shows_every_source, {"stdout"}),
+        (RESULTS, assert_shows_the_results, {"stdout", None}),
+    ],
+    ids=lambda each: getattr(each, "stem", ""),
+)
+def test_stored_outputs_read_well(path: Path, assert_it_shows: Any, outputs: set[str | None]) -> None:
+    notebook = read(path)
     assert len(notebook.cells) <= 15
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert {output.get("name") for cell in cells for output in cell.outputs} == {"stdout"}
-    assert_shows_the_gain(notebook)
+    assert {output.get("name") for cell in cells for output in cell.outputs} == outputs
+    assert_it_shows(notebook)
+
+
+def run(path: Path, timeout_s: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # what is tested is this checkout
+    notebook = read(path)
+    for cell in code_cells(notebook):
+        cell.outputs = []
+    NotebookClient(notebook, timeout=timeout_s, resources={"metadata": {"path": str(path.parent)}}).execute()
+    return notebook
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_first_run_runs() -> None:
-    notebook = read(FIRST_RUN)
-    for cell in code_cells(notebook):
-        cell.outputs = []
-    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(FIRST_RUN.parent)}})
-    client.execute()
-    assert_shows_the_gain(notebook)
+def test_first_run_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_shows_the_gain(run(FIRST_RUN, 500, monkeypatch))
+
+
+def test_your_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_shows_every_source(run(YOUR_GRAPH, 100, monkeypatch))
+
+
+def test_results_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_shows_the_results(run(RESULTS, 100, monkeypatch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -36,6 +37,23 @@ def test_the_program_streams_from_the_second_run_on(tmp_path: Path) -> None:
     assert results[0] == results[1]
     assert [each["source"] for each in finished] == [None, None, None, "learned"]
     assert finished[-1]["streamed"] > 100
+
+
+def test_every_block_is_run_by_a_test() -> None:
+    text = README.read_text(encoding="utf-8")
+    languages = re.findall(r"^```(\w*)\n", text, re.MULTILINE)[::2]  # the others end a block
+    assert sorted(languages) == ["python", "sh"], "a new block needs a test that runs it"
+
+
+def test_the_commands_exist() -> None:
+    """`make test` runs this test, so they are gone through without being run."""
+    programs = {"demo": "pingpong", "test": "pytest"}
+    commands = re.findall(r"^make (\S+)", "".join(blocks("sh")), re.MULTILINE)
+    assert set(commands) == set(programs)
+    for command in commands:
+        done = subprocess.run(["make", "-n", command], cwd=README.parent, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert f".venv/bin/{programs[command]}" in done.stdout
 
 
 def means(name: str) -> str:

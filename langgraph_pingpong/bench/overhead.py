@@ -1,11 +1,13 @@
 """What streaming edges cost of the program's own time: engines that compute nothing, edges off and on, alternating.
 
     python -m langgraph_pingpong.bench.overhead --runs 20 --output docs/results/overhead
+    python -m langgraph_pingpong.bench.overhead --tracing --runs 15 --output docs/results/overhead-tracing
 
 writes OUTPUT.jsonl, a line a run, and OUTPUT.md, a summary made from it. The engines compute nothing; they pause before
 their first token, with edges off and on, so that plans are ready by then as they are behind a real prefill. What is
 left is the program's own time: of a call (without the pause), of a streamed token, and of the processor. The graphs
-have learned before the first run that counts. One token is one byte.
+have learned before the first run that counts. One token is one byte. With `--tracing`, edges are on, and the trace is
+heard by nobody, or written to a file, made into spans and counted in metrics, all at once.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -28,14 +32,18 @@ from rich.console import Console
 from rich.progress import track
 from typing_extensions import TypedDict
 
-from langgraph_pingpong.bench.common import MODES, alternate, machine, table, versions, write_lines
+from langgraph_pingpong.bench.common import MODES, machine, table, versions, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer, pseudo_words
+from langgraph_pingpong.observe import export_metrics, export_spans
 from langgraph_pingpong.pool import EnginePool
+from langgraph_pingpong.trace import JsonLines
 
 PAUSE_S = 0.1, 5e-6
 """Before the first token of an answer, in seconds: at least, and for each token of the prompt."""
+
+MODULE = "langgraph_pingpong.bench.overhead"
 
 LEARNING_RUNS = 3
 MESSAGE_TOKENS = 60
@@ -68,6 +76,11 @@ CASES = [
     *(Case(nodes, prompt, answer) for nodes in (2, 5) for prompt in (100, 2_000, 16_000) for answer in ANSWERS),
     *(Case(2, 100, 256, messages) for messages in (10, 100, 1_000)),
 ]
+
+
+TRACED_CASES = [Case(nodes, 2_000, answer) for nodes in (2, 5) for answer in ANSWERS]
+
+TRACING = ("on", "traced")
 
 
 class Texts(TypedDict, total=False):
@@ -162,6 +175,7 @@ def measure(model: ChatPingPong, graph: Any, case: Case) -> Line:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     speaking_ms = sum(each["total_ms"] - each["ttft_ms"] for each in finished)
     return {
+        "e2e_ms": wall * 1000,
         "call_ms": (wall / case.nodes - case.pause_s) * 1000,
         "token_us": speaking_ms * 1000 / (case.nodes * (case.answer - 1)),
         "cpu_ms": cpu / case.nodes * 1000,
@@ -171,16 +185,36 @@ def measure(model: ChatPingPong, graph: Any, case: Case) -> Line:
     }
 
 
-def runs_of(case: Case, runs: int) -> Iterator[Line]:
+@contextmanager
+def traced(model: ChatPingPong) -> Iterator[None]:
+    """All there is to listen to a model: lines in a file, spans that are exported in batches, metrics."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+    from prometheus_client import CollectorRegistry
+
+    with TemporaryDirectory() as folder, open(os.devnull, "w", encoding="utf-8") as nowhere:
+        lines, provider = JsonLines(Path(folder) / "trace.jsonl"), TracerProvider()
+        provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=nowhere)))
+        model.trace.subscribe(lines)
+        export_spans(model, tracer_provider=provider)
+        export_metrics(model, registry=CollectorRegistry())
+        yield
+        provider.shutdown()
+        lines.close()
+
+
+def runs_of(case: Case, runs: int, modes: Sequence[str] = MODES) -> Iterator[Line]:
     """Alternating runs of a case."""
     tokenizer = fake_tokenizer()
     engines = [idle_engine(device, tokenizer, case) for device in ("fake:0", "fake:1")]
-    with EnginePool(engines) as pool:
-        models = {mode: ChatPingPong(pool=pool).model_copy(update={"overlap": mode}) for mode in MODES}
-        graphs = {mode: build(models[mode], case) for mode in MODES}
+    with EnginePool(engines) as pool, ExitStack() as stack:
+        models = {mode: ChatPingPong(pool=pool, overlap="off" if mode == "off" else "on") for mode in modes}
+        if "traced" in modes:
+            stack.enter_context(traced(models["traced"]))
+        graphs = {mode: build(models[mode], case) for mode in modes}
         for number in range(-LEARNING_RUNS, runs):
-            for mode in alternate(number):
-                line = {**asdict(case), "run": number, "overlap": mode, **measure(models[mode], graphs[mode], case)}
+            for mode in modes if number % 2 == 0 else modes[::-1]:  # so that a drift of the machine favours neither
+                line = {**asdict(case), "run": number, "mode": mode, **measure(models[mode], graphs[mode], case)}
                 for engine in engines:
                     engine.requests.clear()
                     engine.prefills.clear()
@@ -190,44 +224,97 @@ def runs_of(case: Case, runs: int) -> Iterator[Line]:
 
 FIGURES = {"call_ms": "ms a call", "token_us": "us a token", "cpu_ms": "ms of processor a call"}
 
+ALL_FIGURES = {"e2e_ms": "ms end to end, pauses included", **FIGURES}
+
+Run = Mapping[str, Any]
+
+
+def mode_of(run: Run) -> str:
+    """The mode of a run; in older files it is called overlap."""
+    return str(run.get("mode") or run["overlap"])
+
 
 def summary(lines: Sequence[Line]) -> str:
     """The results as Markdown, from the lines of the JSON file."""
     setup, runs = lines[0]["setup"], lines[1:]
-    loads = [run["load"] for run in runs]
-    listed = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    return tracing_summary(setup, runs) if setup.get("tracing") else edges_summary(setup, runs)
+
+
+def tracing_summary(setup: Run, runs: Sequence[Line]) -> str:
+    """What tracing costs, against the same with nobody listening."""
+    both = compared(runs, "e2e_ms", TRACING).values()
+    shares = [median(traced) / median(plain) - 1 for plain, traced in both]
     parts = [
-        "# Overhead of streaming edges",
-        f"`{setup['command']}`",
-        f"{setup['date']}; {setup['machine']}; load while measuring {min(loads):.1f} to {max(loads):.1f}, median "
-        f"{median(loads):.1f}; Python {setup['python']}; {listed}.",
+        *_head("Overhead of tracing", setup, runs),
+        "Edges on, in both columns. `on`: nobody listens to the trace. `traced`: every event goes to a file, as a line "
+        "of JSON, and into OpenTelemetry spans, which the SDK's batch processor writes as JSON to nowhere, and into "
+        f"Prometheus metrics. {_how(setup)}, alternating; the overhead is the difference of the medians.",
+        f"Of the end to end time, pauses included, it takes {min(shares):+.1%} to {max(shares):+.1%}. The engines take "
+        "no time to say their answers: real ones take long, and the share is smaller.",
+    ]
+    for figure, title in ALL_FIGURES.items():
+        parts += [f"## {title.capitalize()}", _figure_table(runs, figure, TRACING)]
+    return "\n\n".join(parts) + "\n"
+
+
+def edges_summary(setup: Run, runs: Sequence[Line]) -> str:
+    """What edges cost, against the same without."""
+    parts = [
+        *_head("Overhead of streaming edges", setup, runs),
         "Engines that compute nothing, so that all of it is the program's own time: in real use most of it passes "
-        f"while the engines work. Each engine pauses before its first token, {PAUSE_S[0]} s and {PAUSE_S[1] * 1e6:.0f} "
-        "us for each token of the prompt, which is not counted. Median and 95th "
-        f"percentile of {setup['runs']} runs with edges off and as many with edges on, alternating; the overhead is "
+        f"while the engines work. {_how(setup)} with edges off and as many with edges on, alternating; the overhead is "
         "the difference of the medians. In a chain all calls but the last lead to an edge, and all are counted: of two "
         "calls one bears the whole overhead. One token is one byte. Where the load is above 1, other programs used the "
         "cores too.",
     ]
     for figure, title in FIGURES.items():
-        parts += [f"## {title.capitalize()}", _figure_table(runs, figure)]
-    streamed = sum(sum(run["streamed"]) for run in runs if run["overlap"] == "on")
+        parts += [f"## {title.capitalize()}", _figure_table(runs, figure, MODES)]
+    streamed = sum(sum(run["streamed"]) for run in runs if mode_of(run) == "on")
     wasted = sum(sum(run["wasted"]) for run in runs)
     parts.append(f"With edges on {streamed:,} tokens of answers were streamed into prompts, and {wasted:,} wasted.")
     return "\n\n".join(parts) + "\n"
 
 
-def _figure_table(runs: Sequence[Line], figure: str) -> str:
-    head = ["nodes", "prompt", "messages", "answer", "off", "off p95", "on", "on p95", "overhead", "on / off"]
-    cases = dict.fromkeys((run["nodes"], run["prompt"], run["messages"], run["answer"]) for run in runs)
+def _head(title: str, setup: Run, runs: Sequence[Line]) -> list[str]:
+    loads = [run["load"] for run in runs]
+    listed = ", ".join(f"{name} {version}" for name, version in setup["versions"].items())
+    return [
+        f"# {title}",
+        f"`{setup['command']}`",
+        f"{setup['date']}; {setup['machine']}; load while measuring {min(loads):.1f} to {max(loads):.1f}, median "
+        f"{median(loads):.1f}; Python {setup['python']}; {listed}.",
+    ]
+
+
+def _how(setup: Run) -> str:
+    return (
+        f"Each engine pauses before its first token, {PAUSE_S[0]} s and {PAUSE_S[1] * 1e6:.0f} "
+        "us for each token of the prompt, which is not counted. Median and 95th "
+        f"percentile of {setup['runs']} runs"
+    )
+
+
+CaseKey = tuple[int, int, int, int]
+
+
+def compared(runs: Sequence[Run], figure: str, modes: Sequence[str]) -> dict[CaseKey, list[list[float]]]:
+    """The values of each mode for each case: its nodes, prompt, messages and answer."""
+    values: dict[CaseKey, list[list[float]]] = {}
+    for run in runs:
+        case = (run["nodes"], run["prompt"], run["messages"], run["answer"])
+        values.setdefault(case, [[] for _ in modes])[modes.index(mode_of(run))].append(run[figure])
+    return values
+
+
+def _figure_table(runs: Sequence[Run], figure: str, modes: Sequence[str]) -> str:
+    base, other = modes
+    head = ["nodes", "prompt", "messages", "answer", base, f"{base} p95", other, f"{other} p95", "overhead"]
     rows = []
-    for case in cases:
-        of_case = [run for run in runs if (run["nodes"], run["prompt"], run["messages"], run["answer"]) == case]
-        off, on = ([run[figure] for run in of_case if run["overlap"] == mode] for mode in MODES)
-        figures = (median(off), _p95(off), median(on), _p95(on), median(on) - median(off))
-        ratio = f"{median(on) / median(off):.2f}"
+    for case, (plain, more) in compared(runs, figure, modes).items():
+        figures = (median(plain), _p95(plain), median(more), _p95(more), median(more) - median(plain))
+        ratio = f"{median(more) / median(plain):.{3 if figure == 'e2e_ms' else 2}f}"
         rows.append([*(f"{n:,}" for n in case), *(f"{value:.2f}" for value in figures), ratio])
-    return table(head, rows)
+    return table([*head, f"{other} / {base}"], rows)
 
 
 def _p95(values: Sequence[float]) -> float:
@@ -238,11 +325,13 @@ def main(
     output: Annotated[Path, typer.Option(help="where to write, without an ending")],
     runs: Annotated[int, typer.Option(min=1, help="compared runs of each case: one with edges off, one on")] = 20,
     only: Annotated[int | None, typer.Option(min=1, help="how many of the cases, from the first")] = None,
+    tracing: Annotated[bool, typer.Option("--tracing", help="measure what tracing costs, with edges on")] = False,
 ) -> None:
-    """Measure what streaming edges cost, and write down every run."""
+    """Measure what streaming edges cost, or tracing them, and write down every run."""
     output.parent.mkdir(parents=True, exist_ok=True)
     setup = {
-        "command": f"python -m langgraph_pingpong.bench.overhead --runs {runs} --output {output}",
+        "command": f"python -m {MODULE} {'--tracing ' * tracing}--runs {runs} --output {output}",
+        "tracing": tracing,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),
@@ -250,8 +339,9 @@ def main(
         "runs": runs,
     }
     lines: list[Line] = [{"setup": setup}]
-    for case in track(CASES[:only], description="cases"):
-        lines += runs_of(case, runs)
+    cases, modes = (TRACED_CASES, TRACING) if tracing else (CASES, MODES)
+    for case in track(cases[:only], description="cases"):
+        lines += runs_of(case, runs, modes)
         write_lines(output.with_suffix(".jsonl"), lines)
     text = summary(lines)
     output.with_suffix(".md").write_text(text, encoding="utf-8")
