@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
 from langgraph_pingpong.engines import vllm_appends
@@ -137,6 +139,56 @@ class TestAppendsBook:
         assert book.computing == 1
         await appends.close()
         assert (await piece, book.computing, len(book)) == (None, 0, 0)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "append", "answer", "end", "anchor", "release"]),
+        st.integers(0, 7),
+        st.integers(1, 400),
+    ),
+    max_size=40,
+)
+
+
+class TestBudget:
+    @given(steps, st.floats(0.05, 1.0), st.integers(200, 2000))
+    def test_is_never_exceeded(self, doing: list[tuple[str, int, int]], ratio: float, capacity: int) -> None:
+        asyncio.run(self.obeyed(doing, KvBudget(capacity, 200, ratio)))
+
+    async def obeyed(self, doing: list[tuple[str, int, int]], budget: KvBudget) -> None:
+        """Whatever opens, grows, answers and is anchored: all that is held fits, and so does the longest answer."""
+        book, answers = AppendsBook(budget, 8), list[Any]()
+        for what, which, size in doing:
+            await self.do(what, which, size, book, answers)
+            assert sum(each.held for each in book._open) == book.held + budget.anchored <= budget.share
+            assert budget.anchored <= budget.anchor_cap
+            assert not budget.anchored or budget.anchored + budget.longest <= budget.capacity
+            assert not book.held or book.held + budget.anchored + budget.answering <= budget.capacity
+            assert len(book) <= 8
+        for answer in answers:
+            answer.__exit__(None, None, None)
+        await book.close()
+        assert (book.held, budget.anchored, budget.answering) == (0, 0, 0)
+
+    async def do(self, what: str, which: int, size: int, book: AppendsBook, answers: list[Any]) -> None:
+        of_kind = {keep: [each for each in book._open if each.keep is keep] for keep in (False, True)}
+        match what:
+            case "open":
+                book.open(Stream(), None, 10_000)
+            case "append" if prompts := of_kind[False]:
+                await prompts[which % len(prompts)].append(range(size))
+            case "answer" if len(answers) < 4:
+                answers.append(book.answer(size // 2, 200 - size // 2))
+                answers[-1].__enter__()
+            case "end" if answers:
+                answers.pop(which % len(answers)).__exit__(None, None, None)
+            case "anchor" if book.budget.anchored + size <= book.budget.anchor_cap:
+                opened = book.open(Stream(), None, 10_000, keep=True)
+                if opened is not None:
+                    await opened.append(range(size))
+            case "release" if kept := of_kind[True]:
+                await kept[which % len(kept)].close()
 
 
 class TestVllmAppends:
