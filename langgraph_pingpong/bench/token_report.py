@@ -18,10 +18,7 @@ def share_cells(of: metrics.Prefill) -> Sequence[str]:
 
 
 def edge_table(compared: Compared) -> Table | None:
-    """Of each mode the shares by node, apart for prompts that an edge from another node prepared and for those none did.
-
-    None where no mode has an edge: nodes alone tell little.
-    """
+    """Of each mode the shares by node, apart for prompts that an edge prepared and for those that none did."""
     rows = []
     for group in compared.groups:
         for (node, upstream), (count, shares) in metrics.by_edge(group.runs).items():

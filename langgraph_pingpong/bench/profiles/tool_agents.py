@@ -132,8 +132,8 @@ TOOL_AGENTS = Profile(
     "`conversations` users at once, each with a history of `turns` messages, among them `tool_calls` calls of a tool "
     "with their results: `history` tokens of text under rules that all share (`static` tokens), beside what the chat "
     "template adds. Each asks `requests` times, without a pause: the agent calls a tool, which takes `tool_ms` on "
-    "average (gamma distribution, seeded) and finds `result` tokens, and answers with `output` tokens. Turns count that "
-    "begin after the first `warmup` turns ended, and end before the first user has no more to ask.",
+    "average (gamma distribution, seeded) and finds `result` tokens, and answers with `output` tokens. Those turns "
+    "count that begin after the first `warmup` turns ended, and end before the first user has no more to ask.",
     {
         "gpu": {
             "conversations": (100,),
