@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from langgraph_pingpong.engines.base import Appends, Engine, Request
 from langgraph_pingpong.errors import AnchorTooLarge, CallRefused
 from langgraph_pingpong.health import FAILED, Health
-from langgraph_pingpong.kv_budget import KvBudget
+from langgraph_pingpong.kv_budget import KvBudget, in_blocks
 
 if TYPE_CHECKING:
     from langgraph_pingpong.loop import LoopThread
@@ -103,18 +103,22 @@ class Anchors:
 
     @property
     def tokens(self) -> int:
-        """Tokens that anchors hold on each device."""
-        return sum(len(kept.ids) for kept in self._kept.values())
+        """Tokens that anchors hold on each device, with a block each for the token behind, which vLLM may give it."""
+        return sum(len(kept.ids) + self._grain for kept in self._kept.values())
 
     @property
     def cap(self) -> int | None:
         """Tokens that anchors may hold on each device; None where no engine tells how much it caches."""
         known = [
-            KvBudget(engine.cache_tokens, engine.max_model_len, self._ratio).anchor_cap
+            KvBudget(engine.cache_tokens, in_blocks(engine.max_model_len, engine.block_size), self._ratio).anchor_cap
             for engine in self.engines
             if engine.cache_tokens is not None
         ]
         return min(known, default=None)
+
+    @property
+    def _grain(self) -> int:
+        return max(engine.block_size for engine in self.engines)
 
     async def add(self, ids: Sequence[int], salt: str | None, lease_s: float, loop: LoopThread) -> Anchor:
         """Keep the whole blocks of `ids` on every device; returns when each that is up has computed them.
@@ -123,7 +127,7 @@ class Anchors:
             CallRefused: there is no whole block, or the lease is none.
             AnchorTooLarge: anchors would hold more than they may.
         """
-        grain = max(engine.block_size for engine in self.engines)
+        grain = self._grain
         whole = tuple(ids[: len(ids) // grain * grain])
         if not whole:
             raise CallRefused(f"An anchor has at least {grain} tokens, a whole cache block, and this one {len(ids)}.")
@@ -132,7 +136,6 @@ class Anchors:
         kept = self._kept.get((whole, salt)) or self._begin(whole, salt)
         anchor = Anchor(self, loop, kept)
         kept.holders.add(anchor)
-        self.renew(anchor, lease_s)
         try:
             while not kept.there >= self._up():
                 await asyncio.wait(kept.tasks, timeout=0.01)
@@ -141,6 +144,7 @@ class Anchors:
         except BaseException:
             self.release(anchor)
             raise
+        self.renew(anchor, lease_s)
         return anchor
 
     def _up(self) -> set[int]:
@@ -150,7 +154,7 @@ class Anchors:
         cap, held, longest = self.cap, self.tokens, min(engine.max_model_len for engine in self.engines)
         if len(ids) >= longest:
             raise AnchorTooLarge(f"An anchor of {len(ids)} tokens leaves no room in a context of {longest}.")
-        if cap is not None and held + len(ids) > cap:
+        if cap is not None and held + len(ids) + self._grain > cap:
             raise AnchorTooLarge(
                 f"An anchor of {len(ids)} tokens beside {held} that are held is more than the {cap} that anchors may "
                 f"hold: {self._ratio:.0%} of the KV cache, and never so much that the longest prompt lacks room."

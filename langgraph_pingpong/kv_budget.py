@@ -43,3 +43,8 @@ class KvBudget:
     def room(self) -> int:
         """What open prompts may hold at this moment."""
         return max(0, min(self.share, self.capacity - self.answering) - self.anchored)
+
+
+def in_blocks(tokens: int, block_size: int) -> int:
+    """The tokens that so many take up: whole blocks."""
+    return -(-tokens // block_size) * block_size

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from langchain_core.messages import HumanMessage, SystemMessage
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, anchors, engine_pool
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.errors import AnchorTooLarge, BadKvCache, CallRefused, EngineDead
 from langgraph_pingpong.evictions import Evictions
+from langgraph_pingpong.health import Health
+from langgraph_pingpong.placement import Placement
 from tests.conftest import wait_until
 from tests.engines_fixture import DEVICES, SETTINGS
 
@@ -76,7 +80,7 @@ class TestAnchors:
         model = lab.model()
         one, other = model.anchor(RULES), model.anchor([SystemMessage(RULES)])
         assert held(lab.engines[0]) == [True]
-        assert model.memory()[0]["anchored"] == one.tokens == other.tokens
+        assert model.memory()[0]["anchored"] - 16 == one.tokens == other.tokens
         one.release()
         assert cached(model) >= other.tokens
         assert held(lab.engines[0]) == [True]
@@ -132,15 +136,15 @@ class TestAnchors:
             assert held(lab.engines[0]) == [True]
 
     def test_over_the_cap_there_is_one_clear_error(self, lab: Lab) -> None:
-        model = lab.model(speed={"cache_tokens": 1000, "max_model_len": 600})
+        model = lab.model(speed={"cache_tokens": 1000, "max_model_len": 590})
         with model.anchor(RULES) as anchor:
-            assert model.memory()[0]["anchor_cap"] == 400
+            assert model.memory()[0]["anchor_cap"] == 1000 - 592
             with pytest.raises(
-                AnchorTooLarge, match=r"beside \d+ that are held is more than the 400(.|\n)*kv_pool_ratio"
+                AnchorTooLarge, match=r"beside \d+ that are held is more than the 408(.|\n)*kv_pool_ratio"
             ):
                 model.anchor(f"Be brief. {RULES}")
             assert (anchor.is_held, held(lab.engines[0])) == (True, [True])
-        with pytest.raises(AnchorTooLarge, match="context of 600"):
+        with pytest.raises(AnchorTooLarge, match="context of 590"):
             model.anchor(RULES * 3)
 
     @pytest.mark.parametrize(
@@ -157,6 +161,46 @@ class TestAnchors:
         lab.engines[1].fail_restart = EngineDead("killed")
         with model.anchor(RULES) as anchor:
             assert anchor.devices == ["fake:0"]
+
+
+class TestCap:
+    @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(16, 600)), max_size=25), st.floats(0.1, 1))
+    def test_is_never_exceeded_and_all_that_fits_is_taken(
+        self, doing: list[tuple[bool, int, int]], ratio: float
+    ) -> None:
+        asyncio.run(self.kept_within(doing, ratio))
+
+    async def kept_within(self, doing: list[tuple[bool, int, int]], ratio: float) -> None:
+        engine = FakeEngine(tokenizer=None, cache_tokens=1200, max_model_len=400)
+        placement = Placement(1)
+        book = anchors.Anchors([engine], Health([engine], placement), ratio, placement.computed)
+        made = list[anchors.Anchor]()
+        assert book.cap == min(int(1200 * ratio), 800)
+        for begins, which, size in doing:
+            if begins:
+                await self.begin(book, made, range(which, which + size))
+            elif made:
+                book.release(made.pop(which % len(made)))
+                await asyncio.sleep(0)  # the task that looked after it lets go
+            held = {tuple(each._ids) for each in engine.appends}
+            assert held == {each._kept.ids for each in made}
+            assert book.tokens == sum(len(ids) + 16 for ids in held) <= book.cap
+        for each in made:
+            book.release(each)
+        await asyncio.sleep(0)
+        assert (book.tokens, engine.appends) == (0, [])
+
+    async def begin(self, book: anchors.Anchors, made: list[anchors.Anchor], ids: range) -> None:
+        whole = tuple(ids[: len(ids) // 16 * 16])
+        is_new = whole not in {each._kept.ids for each in made}
+        assert book.cap is not None
+        fits = book.tokens + is_new * (len(whole) + 16) <= book.cap and len(whole) < 400
+        try:
+            made.append(await book.add(ids, None, 60, cast(Any, None)))
+        except AnchorTooLarge:
+            assert not fits
+        else:
+            assert fits
 
 
 class TestSettings:

@@ -81,9 +81,9 @@ class VllmEngine:
 
     @property
     def cache_tokens(self) -> int | None:
-        """How many tokens the prefix cache can hold."""
+        """How many tokens the prefix cache can hold. vLLM keeps one block for itself."""
         blocks = self._config_in_use.cache_config.num_gpu_blocks  # on a CPU, too
-        return blocks * self.block_size if blocks else None
+        return (blocks - 1) * self.block_size if blocks else None
 
     @property
     def _config_in_use(self) -> VllmConfig:
