@@ -286,7 +286,7 @@ def small_cache() -> Iterator[ChatPingPong]:
 
 
 def test_an_anchor_survives_a_flood_on_a_real_engine(small_cache: ChatPingPong) -> None:
-    model, rules = small_cache, "Say where you know it from. " * 143
+    model, rules = small_cache, "Say where you know it from. " * 146
     pool, asked = model._serving().pool, [SystemMessage(rules), HumanMessage("How many legs has a crab?")]
 
     def found(word: str, tokens: int) -> int | None:
