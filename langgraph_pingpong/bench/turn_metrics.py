@@ -30,7 +30,7 @@ class Breakdown:
     @property
     def turn(self) -> float:
         """All of it."""
-        return sum(astuple(self))
+        return self.wait + self.ttft + self.decode + self.tool + self.hand_over
 
 
 def steady(run: Run) -> list[Turn]:

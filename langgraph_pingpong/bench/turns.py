@@ -26,7 +26,7 @@ class Turn:
 
     async def ask(self, node: str, model: Any, messages: Any) -> AIMessageChunk:
         """Call the model, and note when its stream said something first."""
-        asked, first, whole = time.monotonic(), 0.0, AIMessageChunk("")
+        asked, first, whole = time.monotonic(), 0.0, AIMessageChunk(content="")
         async for chunk in model.astream(messages):
             first = first or time.monotonic()
             whole = whole + chunk
