@@ -17,6 +17,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
 from pydantic import PrivateAttr
 
+from langgraph_pingpong.anchoring import Anchoring
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
@@ -35,7 +36,7 @@ from langgraph_pingpong.run_ends import close_with_graph
 from langgraph_pingpong.run_metadata import add_to_run
 from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, Certificate, session_of
-from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS, Settings
+from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
 
@@ -43,7 +44,7 @@ Answer = tuple[Delta, Said, Certificate | None]
 IndexedChunk = tuple[int, ChatGenerationChunk]
 
 
-class ChatPingPong(Settings):
+class ChatPingPong(Anchoring):
     """A chat model on your own devices whose calls prefill the prompts that follow them in a LangGraph graph.
 
     Put it into a graph in place of another chat model; nothing else changes. While one node's answer is decoded

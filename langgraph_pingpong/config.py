@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from langgraph_pingpong.errors import BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
+from langgraph_pingpong.errors import BadKvCache, BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
 from langgraph_pingpong.exact import Exact, check_exact, exact_args
+from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.same_device import Riding, riding
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
@@ -136,7 +137,8 @@ class ServerConfig:
     """Servers to use, and how.
 
     `model` is what they serve, `timeout` (s) bounds a silence within a request, `max_retries` is the OpenAI client's
-    own setting. `http_client` makes the HTTP client for one server.
+    own setting. `http_client` makes the HTTP client for one server. Anchors may take `kv_pool_ratio` of a server's KV
+    cache.
     """
 
     model: str
@@ -145,6 +147,7 @@ class ServerConfig:
     timeout: float | None = None
     max_retries: int | None = None
     http_client: Callable[[], Any] | None = None
+    kv_pool_ratio: float = KV_POOL_RATIO
 
 
 def count_devices(kind: str) -> int:
@@ -225,12 +228,14 @@ def gpus_of(device: Device, width: int) -> list[str]:
 class EngineConfig:
     """What to serve and how.
 
-    Every field except `devices`, `exact` and `same_device` has vLLM's name and reaches vLLM unchanged. None is vLLM's
-    own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`, prefills ride on
-    the decode steps of their device.
+    Every field except `devices`, `exact`, `same_device` and `kv_pool_ratio` has vLLM's name and reaches vLLM unchanged.
+    None is vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`,
+    prefills ride on the decode steps of their device. `kv_pool_ratio` is the share of the KV cache that anchors and
+    open prompts may hold, `kv_offloading_size` the main memory (GiB) for KV that a GPU has no room for.
 
     Raises:
         NotExact: the settings contradict `exact`.
+        BadKvCache: the share is none, or a CPU shall have a second tier.
     """
 
     model: str
@@ -242,10 +247,13 @@ class EngineConfig:
     enforce_eager: bool | None = None
     exact: Exact = "ids"
     same_device: bool = False
+    kv_pool_ratio: float = KV_POOL_RATIO
+    kv_offloading_size: float | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_exact(self.exact)
+        _check_kv_cache(self)
         if self.same_device and self.exact == "bits":
             raise NotExact("overlap='same-device' contradicts exact='bits', which lets nothing share a step here.")
         _ = self.vllm_args
@@ -264,6 +272,7 @@ class EngineConfig:
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "tensor_parallel_size": self.tensor_parallel_size,
             "enforce_eager": self.enforce_eager,
+            "kv_offloading_size": self.kv_offloading_size,
         }
         given = {name: value for name, value in named.items() if value is not None}
         defaults = _CPU_DEFAULTS if self.kind == "cpu" else {}
@@ -275,6 +284,13 @@ class EngineConfig:
     def riding(self) -> Riding | None:
         """How prefills ride on the decode steps of their device, where they shall and where that needs anything."""
         return riding(self.kind, self.engine_args) if self.same_device else None
+
+
+def _check_kv_cache(config: EngineConfig) -> None:
+    if not 0 < config.kv_pool_ratio <= 1:
+        raise BadKvCache(f"kv_pool_ratio is a share between 0 and 1, and not {config.kv_pool_ratio}.")
+    if config.kind == "cpu" and (config.kv_offloading_size or config.engine_args.get("kv_offloading_size")):
+        raise BadKvCache("kv_offloading_size= is for GPUs: a CPU engine has its KV cache in main memory anyway.")
 
 
 _DEFAULTS: dict[str, Any] = {

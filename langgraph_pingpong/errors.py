@@ -18,6 +18,8 @@
     │   ├── ExporterNotInstalled
     │   ├── MissingMainGuard
     │   ├── NotEnoughMemory
+    │   ├── BadKvCache
+    │   ├── AnchorTooLarge
     │   ├── OtherResults
     │   ├── NotATrace
     │   ├── VizNotInstalled
@@ -149,6 +151,21 @@ class NotEnoughMemory(ConfigError):
     """The engines do not fit into memory together."""
 
     hint = "Use fewer devices, a smaller model, a smaller max_model_len, or less KV cache."
+
+
+class BadKvCache(ConfigError):
+    """A setting of the KV cache that cannot be."""
+
+    hint = "Give kv_pool_ratio= a share such as 0.85, and kv_offloading_size= (GiB) with GPUs only."
+
+
+class AnchorTooLarge(ConfigError):
+    """An anchor, with those that are held, takes more of the KV cache than anchors may have."""
+
+    hint = (
+        "Shorten or release anchors, lower max_model_len, or raise kv_pool_ratio= or the KV cache "
+        "(gpu_memory_utilization=; on CPUs the variable VLLM_CPU_KVCACHE_SPACE, in GiB)."
+    )
 
 
 class OtherResults(ConfigError):

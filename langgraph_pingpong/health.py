@@ -49,6 +49,10 @@ class Health:
         self.lives[index] += 1
         self._placement.came_up(index, engine.block_size, engine.cache_tokens)
 
+    def is_up(self, index: int) -> bool:
+        """Whether an engine serves, as far as is known."""
+        return self._placement.places[index].up
+
     @contextmanager
     def watching(self, index: int) -> Iterator[None]:
         """Take the engine at `index` out if what is asked of it here shows that it failed.

@@ -14,9 +14,12 @@ from contextlib import ExitStack, aclosing
 from types import TracebackType
 from typing import Any, Self
 
+from langgraph_pingpong.anchors import Anchors
 from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
 from langgraph_pingpong.errors import DeviceError, EngineDead
+from langgraph_pingpong.evictions import EvictionWatch
 from langgraph_pingpong.health import FAILED, Health
+from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.placement import Placement
 from langgraph_pingpong.speculation import Speculation
@@ -35,6 +38,8 @@ class Lease:
         self._life = pool.health.lives[index]
         self._held = True
         self._noted = False
+        self.lost = 0
+        """Tokens of this lease's prompts that were computed here before, and had to be computed anew."""
 
     @property
     def engine(self) -> Engine:
@@ -65,10 +70,12 @@ class Lease:
         await self._pool._first[self.index].are_through()
 
     async def _generate(self, request: Request) -> AsyncGenerator[Delta]:
-        index, placement = self.index, self._pool._placement
+        index = self.index
         ids, salt = request.prompt_token_ids, request.cache_salt
         said: list[int] = []
         before: float | None = None
+        watch = self._pool.evictions.of(index)
+        known = watch.computed_before(ids, salt)
         with self._pool.health.watching(index):
             async with aclosing(self.engine.generate(request)) as deltas:
                 async for delta in deltas:
@@ -76,9 +83,11 @@ class Lease:
                     if before is not None and delta.token_ids:
                         self._pool._token_took(index, (now - before) / len(delta.token_ids), len(ids), now)
                     before = now
+                    if delta.num_cached_tokens is not None:
+                        self.lost += watch.found(known, delta.num_cached_tokens)
                     said += delta.token_ids if delta.index == 0 else ()
                     yield delta
-        placement.computed(index, (*ids, *said[:-1]), salt)  # the last token was sampled and not computed
+        self._pool._computed(index, (*ids, *said[:-1]), salt)  # the last token was sampled and not computed
 
     async def prefill(self, request: Request) -> int | None:
         """Compute the KV cache of a prompt; see `Engine.prefill`."""
@@ -87,7 +96,7 @@ class Lease:
             cached = await self.engine.prefill(request)
         if not self._noted:  # what it grows by is noted with its answer: an append should cost the same at any length
             self._noted = True
-            self._pool._placement.computed(index, request.prompt_token_ids, request.cache_salt)
+            self._pool._computed(index, request.prompt_token_ids, request.cache_salt)
         return cached
 
     async def append(self, appends: Appends, piece: Sequence[int], salt: str | None) -> int | None:
@@ -96,7 +105,7 @@ class Lease:
         with self._pool.health.watching(self.index):
             found = await appends.append(piece)
         if begins and found is not None:  # not with each piece: the keys of all before it would be made again
-            self._pool._placement.computed(self.index, piece, salt)
+            self._pool._computed(self.index, piece, salt)
         return found
 
     def begin(self, request: Request) -> Speculation | None:
@@ -172,8 +181,8 @@ class EnginePool:
     pool is collected or the interpreter exits.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        """Take engines that have not been started.
+    def __init__(self, engines: Sequence[Engine], kv_pool_ratio: float = KV_POOL_RATIO) -> None:
+        """Take engines that have not been started, and the share of their KV cache that anchors may hold.
 
         Raises:
             DeviceError: there are none.
@@ -191,6 +200,10 @@ class EnginePool:
         self._first = [GoingFirst() for _ in self.engines]
         self.health = Health(self.engines, self._placement)
         """Which engines are up, and who is told of it."""
+        self.evictions = EvictionWatch(self.engines, self.health.lives)
+        """What each engine had cached and lost."""
+        self.anchors = Anchors(self.engines, self.health, kv_pool_ratio, self._computed)
+        """The beginnings of prompts that stay cached."""
         self._loop = LoopThread()
         self._starting = threading.Lock()
         self._started = False
@@ -287,6 +300,23 @@ class EnginePool:
         """How many runs of graphs may still call the model. May be asked from any thread."""
         return 0 if self.closed else sum(run.is_open for run in tuple(self.runs.values()))
 
+    def _computed(self, index: int, ids: Sequence[int], salt: str | None) -> None:
+        self._placement.computed(index, ids, salt)
+        self.evictions.of(index).computed(ids, salt)
+
+    def memory(self) -> list[dict[str, Any]]:
+        """What is known of each engine's KV cache, in tokens: how much it holds, anchors, and what was evicted."""
+        return [
+            {
+                "device": engine.device,
+                "cache_tokens": engine.cache_tokens,
+                "anchored": self.anchors.tokens,
+                "anchor_cap": self.anchors.cap,
+                **self.evictions.of(index).told.to_dict(),
+            }
+            for index, engine in enumerate(self.engines)
+        ]
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix on every engine, for a cold start."""
         self.start()
@@ -294,10 +324,12 @@ class EnginePool:
 
     async def _reset(self) -> None:
         self._placement.forget_cached()
+        self.evictions.were_emptied()
         for index, engine in enumerate(self.engines):
             if self._placement.places[index].up:  # one that is down comes back with nothing cached
                 with contextlib.suppress(*FAILED), self.health.watching(index):
                     await engine.reset_prefix_cache()
+        self.anchors.look()
 
     def __repr__(self) -> str:
         """Devices with their leases, for example `<EnginePool cpu:0=1 cpu:1=0(down)>`."""

@@ -21,6 +21,7 @@ from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer
 from langgraph_pingpong.engines.server_engine import ServerEngine, build_server_engines
 from langgraph_pingpong.engines.vllm_engine import build_vllm_engines
 from langgraph_pingpong.errors import CannotEscape, SettingOfServers
+from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
@@ -131,11 +132,12 @@ def make_serving(
         fakes = [FakeEngine(str(place), tokenizer) for place in places]
         for fake in fakes:
             fake.max_model_len = settings.get("max_model_len") or fake.max_model_len
-        return Serving(EnginePool(fakes), template, fakes[0].max_model_len)
+        pool = EnginePool(fakes, settings.get("kv_pool_ratio", KV_POOL_RATIO))
+        return Serving(pool, template, fakes[0].max_model_len)
     config = EngineConfig(model=resolve_model(model), devices=places, **settings)
     engines = build_vllm_engines(config)  # before the tokenizer, whose import takes seconds: its checks take none
     template = prompting.template(prompting.tokenizer or load_tokenizer(config.model))
-    return Serving(EnginePool(engines), template, context_limit(config))
+    return Serving(EnginePool(engines, config.kv_pool_ratio), template, context_limit(config))
 
 
 def serving_of_servers(
@@ -154,7 +156,7 @@ def serving_of_servers(
     """
     config = ServerConfig(resolve_model(model), parse_base_urls(base_urls), **settings)
     template = prompting.template(prompting.tokenizer or load_tokenizer(config.model), of_servers=True)
-    return Serving(EnginePool(build_server_engines(config)), template, None)
+    return Serving(EnginePool(build_server_engines(config), config.kv_pool_ratio), template, None)
 
 
 def engine_pool(
@@ -170,7 +172,7 @@ def engine_pool(
         devices: where engines run, one each; None takes two devices where there are two.
         base_urls: vLLM servers to use instead of devices, like 'http://a:8000/v1'.
         settings: of the engines, under vLLM's names: those of `ChatPingPong`, others in `engine_args`; with servers,
-            `api_key` (a text), `timeout`, `max_retries` and `http_client`.
+            `api_key` (a text), `timeout`, `max_retries`, `http_client` and `kv_pool_ratio`.
 
     Raises:
         ConfigError: the model, a device, a base URL or a setting cannot work.

@@ -13,6 +13,7 @@ from langgraph_pingpong.calls import OWN, SAMPLING
 from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unknown
 from langgraph_pingpong.errors import NotExact, SettingOfServers
 from langgraph_pingpong.exact import Exact
+from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.pool import EnginePool
 
 ENGINE_SETTINGS = (
@@ -22,11 +23,13 @@ ENGINE_SETTINGS = (
     "tensor_parallel_size",
     "enforce_eager",
     "exact",
+    "kv_pool_ratio",
+    "kv_offloading_size",
     "engine_args",
 )
 
-CLIENT_SETTINGS = ("timeout", "max_retries", "http_client")
-"""What is set for the client of servers, beside the key."""
+CLIENT_SETTINGS = ("timeout", "max_retries", "http_client", "kv_pool_ratio")
+"""What is set for servers, beside the key."""
 
 
 class Settings(ConfigAwareChatModel):
@@ -139,6 +142,13 @@ class Settings(ConfigAwareChatModel):
     """How many GPUs an engine takes: its device and the next ones."""
     enforce_eager: bool | None = None
     """Compile nothing and capture no CUDA graphs: a faster start, slower answers. On CPUs True by itself."""
+    kv_pool_ratio: float = Field(default=KV_POOL_RATIO, gt=0, le=1)
+    """The share of an engine's KV cache that anchors and prompts that are prefilled may hold together.
+
+    The rest is for answers and for what is cached of earlier ones. `kv_budget.py` has the policy.
+    """
+    kv_offloading_size: float | None = None
+    """Main memory (GiB) for KV that a GPU has no room for; vLLM's offloading connector brings it back when needed."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Any other of vLLM's engine arguments, under vLLM's name."""
     pool: EnginePool | None = Field(default=None, exclude=True)
@@ -186,5 +196,5 @@ def _refuse_settings_of_servers(values: dict[str, Any]) -> None:
     if values.get("exact") == "bits":
         raise SettingOfServers("exact='bits' is up to the servers: start them with `pingpong serve --exact bits`.")
     for name in ("devices", "pool", *ENGINE_SETTINGS):
-        if name != "exact" and values.get(name) not in (None, {}):
+        if name not in ("exact", "kv_pool_ratio") and values.get(name) not in (None, {}):
             raise SettingOfServers(f"{name}= and base_urls= cannot go together.")

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Measures what docs/results/h200x2 holds, on the first two GPUs; OUT gets the files.
-#   scripts/measure_gpus.sh OUT [PART...]     parts: chain, same-device, unpaced, small, appends, exact (default: all)
+#   scripts/measure_gpus.sh OUT [PART...]     parts: chain, same-device, unpaced, small, appends, exact,
+#                                           agents (default: all)
 # Runs that are in a file already are not run again, so a part that was stopped is gone on with. A part takes two to
 # nine minutes on H200s, most of it the engines' start.
 set -euo pipefail
 out=${1:?usage: measure_gpus.sh OUT [PART...]}
 shift
-parts=${*:-chain same-device unpaced small appends exact}
+parts=${*:-chain same-device unpaced small appends exact agents}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 shape=${SHAPE:-/tmp/qwen3-14b-shape}
 devices=${DEVICES:-cuda:0,cuda:1}
@@ -40,6 +41,11 @@ for part in $parts; do
     exact)
       python3 -m langgraph_pingpong.bench.exact --devices "$devices" --runs 50 --minutes 4 --modes bits,ids --more \
         --output "$out/exact" ;;
+    agents) # 100 conversations with tools: no reuse, prefix caching, streaming edges; one long run of each
+      python3 -c "from langgraph_pingpong.cli import app; app()" bench --profile tool-agents \
+        --modes "${AGENT_MODES:-dp2-cold,dp2-serial,pingpong-many}" --devices "$devices" --dtype bfloat16 \
+        --engine-args "$dummy" --runs 1 --warmup-runs 0 --stop-after "${STOP_AFTER:-510}" \
+        --output "$out/tool-agents-14b.jsonl" "${large[@]}" ;;
     *) echo "no such part: $part" >&2; exit 2 ;;
   esac
 done

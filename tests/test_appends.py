@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
 from langgraph_pingpong.engines import vllm_appends
@@ -21,6 +23,7 @@ from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.fake_engine import FakeAppends
 from langgraph_pingpong.engines.vllm_appends import AHEAD, AppendsBook, VllmAppends, are_sound
 from langgraph_pingpong.errors import CallRefused, EngineDead
+from langgraph_pingpong.kv_budget import KvBudget
 from langgraph_pingpong.pool import Lease
 from tests.conftest import wait_until
 
@@ -87,7 +90,7 @@ def opened(book: AppendsBook, stream: Stream | None = None) -> VllmAppends:
 
 class TestAppendsBook:
     async def test_opens_no_more_than_it_may(self) -> None:
-        book = AppendsBook(10_000, max_open=2)
+        book = AppendsBook(KvBudget(10_000, LIMIT), max_open=2)
         first = opened(book)
         opened(book)
         assert book.open(Stream(), None, LIMIT) is None
@@ -97,7 +100,7 @@ class TestAppendsBook:
         assert len(book) == 0
 
     async def test_closes_the_one_used_least_recently_where_the_share_is_full(self) -> None:
-        book = AppendsBook(1000, max_open=10)
+        book = AppendsBook(KvBudget(1000, LIMIT), max_open=10)
         one, two, three = (opened(book) for _ in range(3))
         for each in (one, two):
             assert await each.append(range(300)) == 0
@@ -108,47 +111,47 @@ class TestAppendsBook:
         await book.close()
 
     async def test_closes_prompts_when_answers_need_the_room(self) -> None:
-        book = AppendsBook(1000, max_open=10)
+        book = AppendsBook(KvBudget(1000, LIMIT), max_open=10)
         one, two = opened(book), opened(book)
         for each in (one, two):
             await each.append(range(400))
         with book.answer(300, 0):
             await asyncio.sleep(0)
             assert [await each.append(range(16)) for each in (one, two)] == [None, 400]
-            assert book.room == 700
+            assert book.budget.room == 700
             with book.answer(2000, 0):  # more than there is: nobody may hold anything
                 assert await two.append(range(16)) is None
-        assert (book.held, book.room) == (0, 850)
+        assert (book.held, book.budget.room) == (0, 850)
 
     async def test_keeps_room_for_an_answer_as_it_grows(self) -> None:
-        book = AppendsBook(100_000, max_open=2)
+        book = AppendsBook(KvBudget(100_000, LIMIT), max_open=2)
         with book.answer(prompt=500, longest=60_000) as reach:
-            assert book.answering == 500 + 2 * AHEAD
+            assert book.budget.answering == 500 + 2 * AHEAD
             reach(AHEAD - 1)
-            assert book.answering == 500 + 2 * AHEAD
+            assert book.budget.answering == 500 + 2 * AHEAD
             reach(AHEAD)
-            assert book.answering == 500 + 3 * AHEAD
+            assert book.budget.answering == 500 + 3 * AHEAD
             reach(59_999)
-            assert book.answering == 60_500
+            assert book.budget.answering == 60_500
         with book.answer(prompt=500, longest=16):
-            assert book.answering == 516
-        assert book.answering == 0
+            assert book.budget.answering == 516
+        assert book.budget.answering == 0
 
     async def test_one_that_was_never_used_is_closed_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_appends, "IDLE_S", 0.02)
-        book = AppendsBook(1000, max_open=1)
+        book = AppendsBook(KvBudget(1000, LIMIT), max_open=1)
         opened(book)
         await asyncio.sleep(0.1)
         assert len(book) == 0
 
     async def test_one_that_alone_is_too_large_is_not_computed(self) -> None:
-        book = AppendsBook(500, max_open=2)
+        book = AppendsBook(KvBudget(500, LIMIT), max_open=2)
         stream = Stream()
         assert await opened(book, stream).append(range(600)) is None
         assert (stream.pieces, len(book)) == (0, 0)
 
     async def test_counts_pieces_under_way(self) -> None:
-        book = AppendsBook(1000, max_open=2)
+        book = AppendsBook(KvBudget(1000, LIMIT), max_open=2)
         appends = opened(book, Stream(works=False))
         assert book.computing == 0
         piece = asyncio.create_task(appends.append(range(32)))
@@ -158,10 +161,60 @@ class TestAppendsBook:
         assert (await piece, book.computing, len(book)) == (None, 0, 0)
 
 
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "append", "answer", "end", "anchor", "release"]),
+        st.integers(0, 7),
+        st.integers(1, 400),
+    ),
+    max_size=40,
+)
+
+
+class TestBudget:
+    @given(steps, st.floats(0.05, 1.0), st.integers(200, 2000))
+    def test_is_never_exceeded(self, doing: list[tuple[str, int, int]], ratio: float, capacity: int) -> None:
+        asyncio.run(self.obeyed(doing, KvBudget(capacity, 200, ratio)))
+
+    async def obeyed(self, doing: list[tuple[str, int, int]], budget: KvBudget) -> None:
+        """Whatever opens, grows, answers and is anchored: all that is held fits, and so does the longest answer."""
+        book, answers = AppendsBook(budget, 8), list[Any]()
+        for what, which, size in doing:
+            await self.do(what, which, size, book, answers)
+            assert sum(each.held for each in book._open) == book.held + budget.anchored <= budget.share
+            assert budget.anchored <= budget.anchor_cap
+            assert not budget.anchored or budget.anchored + budget.longest <= budget.capacity
+            assert not book.held or book.held + budget.anchored + budget.answering <= budget.capacity
+            assert len(book) <= 8
+        for answer in answers:
+            answer.__exit__(None, None, None)
+        await book.close()
+        assert (book.held, budget.anchored, budget.answering) == (0, 0, 0)
+
+    async def do(self, what: str, which: int, size: int, book: AppendsBook, answers: list[Any]) -> None:
+        of_kind = {keep: [each for each in book._open if each.keep is keep] for keep in (False, True)}
+        match what:
+            case "open":
+                book.open(Stream(), None, 10_000)
+            case "append" if prompts := of_kind[False]:
+                await prompts[which % len(prompts)].append(range(size))
+            case "answer" if len(answers) < 4:
+                answers.append(book.answer(size // 2, 200 - size // 2))
+                answers[-1].__enter__()
+            case "end" if answers:
+                answers.pop(which % len(answers)).__exit__(None, None, None)
+            case "anchor" if book.budget.anchored + size <= book.budget.anchor_cap:
+                opened = book.open(Stream(), None, 10_000, keep=True)
+                if opened is not None:
+                    await opened.append(range(size))
+            case "release" if kept := of_kind[True]:
+                await kept[which % len(kept)].close()
+
+
 class TestVllmAppends:
     async def test_is_closed_when_it_was_idle(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_appends, "IDLE_S", 0.05)
-        book, stream = AppendsBook(1000, 2), Stream()
+        book, stream = AppendsBook(KvBudget(1000, LIMIT), 2), Stream()
         appends = opened(book, stream)
         for _ in range(3):
             assert await appends.append(range(16)) is not None
@@ -171,7 +224,7 @@ class TestVllmAppends:
         assert await appends.append(range(16)) is None
 
     async def test_is_closed_by_a_cancelled_append(self) -> None:
-        book, stream = AppendsBook(1000, 2), Stream(works=False)
+        book, stream = AppendsBook(KvBudget(1000, LIMIT), 2), Stream(works=False)
         appends = opened(book, stream)
         piece = asyncio.create_task(appends.append(range(16)))
         await asyncio.sleep(0.01)
@@ -182,13 +235,13 @@ class TestVllmAppends:
         assert stream.closed
 
     async def test_hands_on_what_goes_wrong(self) -> None:
-        appends = opened(AppendsBook(1000, 2), Stream(error=EngineDead("killed")))
+        appends = opened(AppendsBook(KvBudget(1000, LIMIT), 2), Stream(error=EngineDead("killed")))
         with pytest.raises(EngineDead, match="killed"):
             await appends.append(range(16))
         assert await appends.append(range(16)) is None
 
     async def test_refuses_a_prompt_that_leaves_no_room(self) -> None:
-        appends = opened(AppendsBook(10_000, 2))
+        appends = opened(AppendsBook(KvBudget(10_000, LIMIT), 2))
         await appends.append(range(900))
         with pytest.raises(CallRefused, match="1000 tokens"):
             await appends.append(range(100))
@@ -200,7 +253,7 @@ class Unsound(FakeEngine):
 
     fault = ""
 
-    def open_appends(self, cache_salt: str | None = None) -> FakeAppends | None:
+    def open_appends(self, cache_salt: str | None = None, *, keep: bool = False) -> FakeAppends | None:
         opened = super().open_appends(f"wrong {cache_salt}" if self.fault == "not found" else cache_salt)
         if opened is None or self.fault != "hangs":
             return opened

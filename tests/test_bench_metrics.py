@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from langgraph_pingpong.bench import metrics
+from langgraph_pingpong.bench import metrics, turn_metrics
+from langgraph_pingpong.bench.document import Text
 from langgraph_pingpong.bench.groups import compare, named, varying
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.bench.turn_report import turn_blocks
 
 
 def event(name: str, t: float, node: str, graph_run: int = 0, device: str = "d0", **data: Any) -> dict[str, Any]:
@@ -270,3 +272,89 @@ def test_the_timeline() -> None:
     ]
     assert run["events"][-1]["data"] == {"agent": 1}  # the line stays as it was
     assert median_run([chain(3, (1,)), chain(1, (1,)), chain(2, (1,))])["e2e_ms"] == 2
+
+
+def test_shares_by_node_and_edge() -> None:
+    brought = agent("B", 5, 9, upstream="A", static=30, streamed=20, cached=60, pulled=25, wasted=5, lost=10)
+    run = {"agents": [agent("A", 5, 9), brought, agent("B", 5, 9, cached=40, pulled=10)]}
+    edges = metrics.by_edge([run, run])
+    assert {edge: count for edge, (count, _) in edges.items()} == {("A", ""): 2, ("B", ""): 2, ("B", "A"): 2}
+    _, of = edges[
+        "B", "A"
+    ]  # of what was pulled, 10 are found beside the edge's, and 15 are what it would have computed
+    assert (of.static, of.streamed, of.pulled, of.cached, of.left) == (0.15, 0.2, 0.25, 0.0, pytest.approx(0.4))
+    assert (of.wasted, of.lost, of.reduction) == (0.05, 0.1, pytest.approx(0.6))
+    _, plain = edges["B", ""]
+    assert (plain.pulled, plain.cached, plain.left) == (0.1, 0.3, 0.6)
+
+
+def turn(request: int, begun: float, ended: float, conversation: int = 0) -> dict[str, Any]:
+    """Two calls with a tool between them, each part of another length; `begun` tells turns apart."""
+    calls = [
+        {"node": "ask", "asked": begun + 1, "first": begun + 10, "ended": begun + 20, "ttft_ms": begun, "total_ms": 1},
+        {
+            "node": "answer",
+            "asked": begun + 64,
+            "first": begun + 70,
+            "ended": ended - 2,
+            "ttft_ms": begun,
+            "total_ms": 2,
+        },
+    ]
+    tools = [[begun + 22, begun + 62]]
+    return {
+        "conversation": conversation,
+        "request": request,
+        "begun": begun,
+        "ended": ended,
+        "calls": calls,
+        "tools": tools,
+    }
+
+
+def tool_run(*turns: dict[str, Any], warmup: int = 0) -> dict[str, Any]:
+    """A run of these turns, each a run of the graph; requests are with an engine 3 ms after the call."""
+    agents, events = [], []
+    for number, each in enumerate(turns):
+        for call in each["calls"]:
+            agents.append(agent(call["node"], call["ttft_ms"], call["total_ms"], graph_run=number))
+            events.append(event("generate.started", call["asked"] + 3, call["node"], number))
+    return {"turns": list(turns), "case": {"warmup": warmup}, "agents": agents, "events": events}
+
+
+def test_where_the_time_of_a_turn_goes() -> None:
+    parts = turn_metrics.mean_breakdown([tool_run(turn(0, 0, 100))])
+    assert parts == turn_metrics.Breakdown(wait=6, ttft=9, decode=38, tool=40, hand_over=7)
+    assert parts.turn == 100
+
+
+def test_turns_count_in_the_steady_state_only() -> None:
+    run = tool_run(
+        turn(0, 0, 100), turn(0, 50, 160, 1), turn(1, 101, 300), turn(1, 161, 500, 1), turn(2, 301, 600), warmup=1
+    )
+    assert [each["begun"] for each in turn_metrics.steady(run)] == [101, 161, 301]
+    assert turn_metrics.steady(tool_run(turn(0, 0, 100), warmup=1)) == []
+    times = turn_metrics.turn_times([run])
+    assert times is not None
+    assert times.values == (199, 339, 299)
+    first = turn_metrics.stream_ttft([run])
+    assert {node: figures.values for node, figures in first.items()} == {"ask": (9,) * 3, "answer": (6,) * 3}
+
+
+def test_percentiles() -> None:
+    values = list(range(1, 101))
+    assert [turn_metrics.percentile(values, share) for share in (0.5, 0.95, 0.99, 1)] == [50, 95, 99, 100]
+    assert turn_metrics.percentile([7.0], 0.01) == 7
+
+
+def test_a_first_token_that_shortens_nothing_is_said() -> None:
+    slow, sooner = tool_run(turn(0, 0, 100)), tool_run(turn(0, 0, 100))
+    sooner["turns"][0]["calls"][1]["first"] = 65
+    results = Results({"devices": ["cpu:0"]}, [
+        {**run, "mode": mode, "run": 0, "chains": 1, "warmup": False, "case": {"warmup": 0}}
+        for mode, run in (("dp2-serial", slow), ("pingpong-many", sooner))
+    ])  # fmt: skip
+    said = [block.text for block in turn_blocks(compare(results)[0]) if isinstance(block, Text)]
+    assert said == ["pingpong-many: the first tokens of answer come sooner, and turns are no shorter."]
+    sooner["turns"][0]["ended"] = 90
+    assert not [block for block in turn_blocks(compare(results)[0]) if isinstance(block, Text)]

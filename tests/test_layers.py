@@ -18,10 +18,11 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 
 LAYERS = """
 errors
-trace segments signals engines.base exact same_device
+trace segments signals engines.base exact same_device kv_budget
 growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
 tokens placement
-health growing_prompt
+health growing_prompt evictions
+anchors
 pool
 failover
 streaming_edge edges
@@ -32,6 +33,7 @@ run_ends custom_events
 calls answers run_metadata
 calling
 settings
+anchoring
 chat_model
 observe
 bench viz cli

@@ -38,13 +38,17 @@ FAKE_REPLY_WORDS = 60
 
 @dataclass(frozen=True, slots=True)
 class SetKey:
-    """Which engines: where, and whether prefills ride on decode steps, for which CUDA engines are built otherwise."""
+    """Which engines: where, and whether prefills ride on decode steps, for which CUDA engines are built otherwise.
+
+    `built_with` are further settings of the chat model that they are built by.
+    """
 
     place: Place
     rides: bool = False
+    built_with: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.place}{'+rides' if self.rides else ''}"
+        return "+".join([self.place, *(["rides"] if self.rides else []), *(name for name, _ in self.built_with)])
 
     def devices(self, devices: Sequence[str]) -> Sequence[str]:
         """Those that engines are started on."""
@@ -78,7 +82,7 @@ class EngineSettings:
 
     def key(self, mode: Mode) -> SetKey:
         """The engines of a mode; only CUDA engines differ when prefills ride."""
-        return SetKey(mode.place, mode.rides and self.kind == "cuda")
+        return SetKey(mode.place, mode.rides and self.kind == "cuda", mode.built_with)
 
 
 class EngineSet:
@@ -164,6 +168,7 @@ class EngineSets:
             tensor_parallel_size=width if width > 1 else None,
             engine_args=merged(TP_ARGS if width > 1 else {}, settings.engine_args),
             overlap="same-device" if key.rides else "on",
+            **dict(key.built_with),
             **self._calls,
         )
         if settings.kind == "fake":

@@ -104,17 +104,19 @@ def devices(run: Run) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Shares of the tokens of downstream prompts.
+    """Shares of the tokens of prompts.
 
-    Prefilled before and while the upstream spoke, cached besides, and left for the call. `wasted` is in the same unit,
-    and was prefilled for nothing.
+    Prefilled before and while the upstream spoke, brought from another engine, cached besides, and left for the call.
+    `wasted` is in the same unit, and was prefilled for nothing; so is `lost`, what of `left` was cached once.
     """
 
     static: float
     streamed: float
+    pulled: float
     cached: float
     left: float
     wasted: float
+    lost: float = 0.0
 
     @property
     def reduction(self) -> float:
@@ -122,16 +124,39 @@ class Prefill:
         return 1 - self.left
 
 
-def prefill_shares(run: Run) -> Prefill | None:
-    """Those of one run; None without downstreams."""
-    agents = downstream_agents(run)
+def shares_of(agents: Sequence[Agent]) -> Prefill | None:
+    """Those of the prompts of some answers; None without any."""
     total = sum(agent["prompt_tokens"] for agent in agents)
     if not total:
         return None
-    static, streamed, wasted = (sum(agent[name] for agent in agents) for name in ("static", "streamed", "wasted"))
-    cached = sum(max((agent["cached"] or 0) - agent["static"] - agent["streamed"], 0) for agent in agents)
-    left = total - static - streamed - cached
-    return Prefill(static / total, streamed / total, cached / total, left / total, wasted / total)
+    parts = [_parts(agent) for agent in agents]
+    static, streamed, pulled, cached = (sum(part[place] for part in parts) for place in range(4))
+    wasted, lost = sum(agent["wasted"] for agent in agents), sum(agent.get("lost", 0) for agent in agents)
+    left = total - static - streamed - pulled - cached
+    return Prefill(*(tokens / total for tokens in (static, streamed, pulled, cached, left, wasted, lost)))
+
+
+def _parts(agent: Agent) -> tuple[int, int, int, int]:
+    """Tokens static, streamed, pulled and cached, each counted once: what was pulled for an edge is pulled."""
+    static, streamed = agent["static"], agent["streamed"]
+    beside = max((agent["cached"] or 0) - static - streamed, 0)
+    pulled = min(agent.get("pulled", 0), beside + static)
+    return static - max(0, pulled - beside), streamed, pulled, max(0, beside - pulled)
+
+
+def prefill_shares(run: Run) -> Prefill | None:
+    """Those of the downstreams of one run; None without any."""
+    return shares_of(downstream_agents(run))
+
+
+def by_edge(runs: Sequence[Run]) -> dict[tuple[str, str], tuple[int, Prefill]]:
+    """By node and upstream, how many prompts of all runs there were and their shares; no upstream is no edge."""
+    agents = defaultdict(list)
+    for run in runs:
+        for agent in run["agents"]:
+            agents[agent["node"], agent.get("upstream") or ""].append(agent)
+    shares = {edge: (len(of_edge), shares_of(of_edge)) for edge, of_edge in sorted(agents.items())}
+    return {edge: (count, each) for edge, (count, each) in shares.items() if each is not None}
 
 
 # -- runs of one mode ------------------------------------------------------------------------------------------

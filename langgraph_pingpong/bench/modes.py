@@ -23,20 +23,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Which engines serve, what is set on the chat model, and what is cached; `many` takes several chains at once."""
+    """Which engines serve, what is set on the chat model, and what is cached; `many` takes several chains at once.
+
+    `built_with` are settings of the chat model that its engines are built by, as pairs: modes that differ in them have
+    engines of their own.
+    """
 
     name: str
     place: Place
     settings: Mapping[str, Any] = field(default_factory=dict)
     cache: Cache = "reset"
     many: bool = False
+    built_with: tuple[tuple[str, Any], ...] = ()
 
     @property
     def about(self) -> str:
         """The mode in words."""
         where = {"one": "one engine on the first device", "pair": "an engine on each device"}
         caches = {"reset": "", "prewarmed": ", static prefixes prefilled before the run", "never": ", nothing cached"}
-        does = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        settings = {**self.settings, **dict(self.built_with)}
+        does = ", ".join(f"{name}={value}" for name, value in settings.items())
         many = ", one or more chains at once" if self.many else ""
         return f"{where.get(self.place, 'one engine over all devices')}, {does}{caches[self.cache]}{many}"
 
@@ -66,6 +72,7 @@ MODES: Mapping[str, Mode] = {
         Mode("pingpong-plain", "pair", {**_ON, "speculate": False}),
         Mode("tp2-serial", "tp2", _OFF),
         Mode("tp2-overlap", "tp2", _SAME),
+        Mode("dp2-cold", "pair", _OFF, cache="never", many=True),
         Mode("dp2-serial", "pair", _OFF, many=True),
         Mode("pingpong-many", "pair", _ON, many=True),
         Mode("tp2-many", "tp2", _OFF, many=True),

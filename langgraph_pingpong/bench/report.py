@@ -11,6 +11,8 @@ from langgraph_pingpong.bench.groups import Compared, Group, compare, named, var
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.metrics import Figures
 from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.bench.token_report import SHARES, edge_table, memory_table, share_cells
+from langgraph_pingpong.bench.turn_report import turn_blocks
 from langgraph_pingpong.viz import figures, timeline_png
 
 MANY_CASES = 3
@@ -68,12 +70,14 @@ def _case(compared: Compared, names: Sequence[str], name: str) -> list[Block]:
         ("Downstream first tokens, and upstreams", _overlap_table(compared)),
         ("Time per output token, by device", _device_table(compared)),
         ("Tokens of downstream prompts", _token_table(compared)),
+        ("Tokens of prompts by node and edge", edge_table(compared)),
+        ("Key-value caches", memory_table(compared)),
         ("Equal to the baseline's run of the same number", _equality_table(compared)),
     ]
     for title, made in sections:
         if made is not None:
             blocks += [Heading(title, 3), made]
-    return [*blocks, *_remarks(compared), *_pictures(compared, name)]
+    return [*blocks, *turn_blocks(compared), *_remarks(compared), *_pictures(compared, name)]
 
 
 def _e2e_table(compared: Compared) -> Table:
@@ -127,10 +131,8 @@ def _token_table(compared: Compared) -> Table | None:
     rows = []
     for group in compared.groups:
         if (shares := metrics.mean_prefill(group.runs)) is not None:
-            parts = (shares.static, shares.streamed, shares.cached, shares.left, shares.wasted, shares.reduction)
-            rows.append([group.name, *(f"{part:.1%}" for part in parts)])
-    head = ["mode", "static", "streamed", "cached", "left", "wasted", "prefill-token reduction"]
-    return Table(head, rows) if rows else None
+            rows.append([group.name, *share_cells(shares)])
+    return Table(["mode", *SHARES], rows) if rows else None
 
 
 def _equality_table(compared: Compared) -> Table | None:

@@ -176,6 +176,8 @@ class Runner:
             "chain_ms": [ms for _, ms in said],
             "texts": [texts for texts, _ in said],
             **_told(events, engines.recorder.take(), start),
+            **({"turns": work.turns.take(start)} if work.turns else {}),
+            "memory": engines.pool.memory(),
         }
 
 

@@ -25,7 +25,7 @@ _WORK = "Workload"
 Output = Annotated[Path, typer.Option(help="Lines of JSON; what is in the file is not run again.")]
 ProfileName = Annotated[
     str,
-    typer.Option(help="long-prefill, sweep, messages, multiturn, debate or rag.", rich_help_panel=_WORK),
+    typer.Option(help="long-prefill, sweep, messages, multiturn, debate, rag or tool-agents.", rich_help_panel=_WORK),
 ]
 Modes = Annotated[str, typer.Option(help="Comma-separated; --list shows all.")]
 ModeOrder = Annotated[Order, typer.Option(help="alternate: every other round goes backwards; or fixed.")]

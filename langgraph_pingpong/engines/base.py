@@ -100,6 +100,10 @@ class Appends(Protocol):
     def tokens(self) -> int:
         """How many tokens of the prompt are computed."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what was computed is still held."""
+
     async def append(self, ids: Sequence[int]) -> int | None:
         """Compute more of the prompt: whole cache blocks, one piece at a time.
 
@@ -185,8 +189,11 @@ class Engine(Protocol):
         that were computed stay in the prefix cache.
         """
 
-    def open_appends(self, cache_salt: str | None = None) -> Appends | None:
+    def open_appends(self, cache_salt: str | None = None, *, keep: bool = False) -> Appends | None:
         """Begin a prompt that grows; None where that is not sound or too many are open: `prefill` does as well.
+
+        One to `keep` is not closed by the engine, however long it is idle and whoever needs the room. Who keeps it sees
+        to it that the longest prompt and answer have room beside all of them.
 
         Raises:
             EngineDead: the engine is not running.

@@ -73,7 +73,8 @@ def pseudo_words(prompt: str) -> str:
 class FakeAppends:
     """A prompt that grows on a modelled engine, which notes each piece as a prefill of all there is."""
 
-    def __init__(self, engine: FakeEngine, cache_salt: str | None) -> None:
+    def __init__(self, engine: FakeEngine, cache_salt: str | None, keep: bool = False) -> None:
+        self.keep = keep
         self._engine = engine
         self._cache_salt = cache_salt
         self._ids: tuple[int, ...] = ()
@@ -83,6 +84,16 @@ class FakeAppends:
     def tokens(self) -> int:
         """How many tokens of the prompt are computed."""
         return len(self._ids)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what was computed is still held."""
+        return self in self._engine.appends
+
+    @property
+    def keys(self) -> list[int]:
+        """Of the blocks that it holds."""
+        return self._engine._block_keys(self._ids, self._cache_salt)
 
     async def append(self, ids: Sequence[int]) -> int | None:
         """Compute more of the prompt."""
@@ -146,7 +157,7 @@ class FakeEngine:
     stopped: bool = False
     dead: bool = False
     cache_tokens: int | None = None
-    """What `cache_tokens` of an engine tells; the modelled cache forgets nothing."""
+    """What `cache_tokens` of an engine tells; the modelled cache forgets what `evict` is told to, and nothing else."""
     _cache: set[int] = field(default_factory=set, repr=False)
     _lost: set[str] = field(default_factory=set, repr=False)
 
@@ -194,11 +205,15 @@ class FakeEngine:
         for appends in list(self.appends):
             await appends.close()
 
-    def open_appends(self, cache_salt: str | None = None) -> FakeAppends | None:
+    def open_appends(self, cache_salt: str | None = None, *, keep: bool = False) -> FakeAppends | None:
         """Begin a prompt that grows."""
         if self.stopped:
             raise EngineDead(f"The engine on {self.device} is not running.")
-        return FakeAppends(self, cache_salt) if self.takes_appends else None
+        return FakeAppends(self, cache_salt, keep) if self.takes_appends else None
+
+    def evict(self) -> None:
+        """Forget all that no open prompt holds, as after a flood of other prompts. May be called from any thread."""
+        self._cache.intersection_update({key for each in list(self.appends) for key in each.keys})
 
     def cached_tokens(self, ids: Sequence[int], salt: str | None = None) -> int:
         """How much of a prompt the cache would serve: whole blocks, and never the last token."""

@@ -252,7 +252,7 @@ class ServerEngine:
             answer = await self._complete(once, replace(request, sampling=bare), PREFILL_PRIORITY)
             return cached_tokens(answer)
 
-    def open_appends(self, cache_salt: str | None = None) -> None:
+    def open_appends(self, cache_salt: str | None = None, *, keep: bool = False) -> None:
         """The API has no prompts that grow."""
 
     async def reset_prefix_cache(self) -> None:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
 from langgraph_pingpong.errors import CallRefused, EngineDead
+from langgraph_pingpong.kv_budget import KvBudget
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.outputs import RequestOutput
-
-KV_SHARE = 0.85
-"""The share of the KV cache that open prompts may hold at most; a paused request with streaming input gives up none."""
 
 IDLE_S = 60.0
 """How long a prompt stays open without a new piece, in seconds. Then it is closed; its blocks stay cached."""
@@ -48,7 +46,11 @@ Stream = Callable[[Pieces], AsyncGenerator["RequestOutput"]]
 class VllmAppends:
     """One prompt that grows on one engine."""
 
-    def __init__(self, book: AppendsBook, stream: Stream, cache_salt: str | None, max_model_len: int) -> None:
+    def __init__(
+        self, book: AppendsBook, stream: Stream, cache_salt: str | None, max_model_len: int, keep: bool = False
+    ) -> None:
+        self.keep = keep
+        """Whether it stays open until it is closed, whoever needs the room: an anchor."""
         self.tokens = 0
         """How many tokens of the prompt are computed."""
         self.held = 0
@@ -63,6 +65,11 @@ class VllmAppends:
         self._task = asyncio.create_task(self._read())
         self._task.add_done_callback(lambda _: self._ended())
         self._stay_open()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds what was computed, and more may come."""
+        return not self._task.done() and not self._task.cancelling()
 
     @property
     def computing(self) -> bool:
@@ -108,7 +115,8 @@ class VllmAppends:
     def _stay_open(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.let_go)
+        if not self.keep:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.let_go)
 
     async def _read(self) -> None:
         """Count outputs, not their labels: what an output says of its prompt is one piece late."""
@@ -148,12 +156,10 @@ class AppendsBook:
     Tokens of answers count ahead of time, so that an answer never waits for an open prompt.
     """
 
-    def __init__(self, capacity: int, max_open: int) -> None:
-        """Take the KV cache's size in tokens, and how many prompts may be open."""
-        self.capacity = capacity
+    def __init__(self, budget: KvBudget, max_open: int) -> None:
+        """Take the budget of the KV cache, and how many prompts may be open."""
+        self.budget = budget
         self.max_open = max_open
-        self.answering = 0
-        """Tokens that the answers under way may need."""
         self._open: dict[VllmAppends, None] = {}
 
     def __len__(self) -> int:
@@ -161,38 +167,48 @@ class AppendsBook:
 
     @property
     def held(self) -> int:
-        """Tokens that open prompts hold."""
-        return sum(each.held for each in self._open)
-
-    @property
-    def room(self) -> int:
-        """Tokens that open prompts may hold at this moment."""
-        return min(int(self.capacity * KV_SHARE), self.capacity - self.answering)
+        """Tokens that open prompts hold, beside those that are kept."""
+        return sum(each.held for each in self._open if not each.keep)
 
     @property
     def computing(self) -> int:
         """Open prompts of which a piece is computed at this moment."""
         return sum(each.computing for each in self._open)
 
-    def open(self, stream: Stream, cache_salt: str | None, max_model_len: int) -> VllmAppends | None:
-        """Open a prompt, unless too many are."""
+    def open(
+        self, stream: Stream, cache_salt: str | None, max_model_len: int, *, keep: bool = False
+    ) -> VllmAppends | None:
+        """Open a prompt, unless too many are. For one that shall be kept, the one used least recently goes."""
+        if keep and len(self._open) >= self.max_open:
+            self._close_oldest()
         if len(self._open) >= self.max_open:
             return None
-        appends = VllmAppends(self, stream, cache_salt, max_model_len)
+        appends = VllmAppends(self, stream, cache_salt, max_model_len, keep)
         self._open[appends] = None
         return appends
+
+    def _close_oldest(self) -> None:
+        for appends in self._open:
+            if not appends.keep:
+                del self._open[appends]
+                appends.let_go()
+                return
 
     def make_room(self, keep: VllmAppends | None = None) -> None:
         """Close the prompts that were used least recently until the others fit; `keep` was used just now."""
         if keep in self._open:
             self._open[keep] = self._open.pop(keep)
-        held, room = self.held, self.room
-        for appends in list(self._open):
+        self._count_anchors()
+        held, room = self.held, self.budget.room
+        for appends in [each for each in self._open if not each.keep]:
             if held <= room:
                 return
             held -= appends.held
             del self._open[appends]
             appends.let_go()
+
+    def _count_anchors(self) -> None:
+        self.budget.anchored = sum(each.held for each in self._open if each.keep)
 
     @contextmanager
     def answer(self, prompt: int, longest: int) -> Iterator[Callable[[int], None]]:
@@ -207,7 +223,7 @@ class AppendsBook:
             nonlocal kept
             wanted = prompt + min((said // AHEAD + 2) * AHEAD, longest)
             if wanted > kept:
-                self.answering += wanted - kept
+                self.budget.answering += wanted - kept
                 kept = wanted
                 self.make_room()
 
@@ -215,11 +231,12 @@ class AppendsBook:
         try:
             yield reach
         finally:
-            self.answering -= kept
+            self.budget.answering -= kept
 
     def forget(self, appends: VllmAppends) -> None:
         """A prompt was closed."""
         self._open.pop(appends, None)
+        self._count_anchors()
 
     async def close(self) -> None:
         """Close every prompt."""

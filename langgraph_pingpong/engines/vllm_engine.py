@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
@@ -29,6 +30,7 @@ from langgraph_pingpong.engines.vllm_setup import (
 )
 from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
+from langgraph_pingpong.kv_budget import KvBudget
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -55,7 +57,7 @@ class VllmEngine:
         self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
-        self._appends = AppendsBook(0, 0)
+        self._appends = _closed_book()
 
     @property
     def device(self) -> str:
@@ -79,9 +81,9 @@ class VllmEngine:
 
     @property
     def cache_tokens(self) -> int | None:
-        """How many tokens the prefix cache can hold."""
+        """How many tokens the prefix cache can hold. vLLM keeps one block for itself."""
         blocks = self._config_in_use.cache_config.num_gpu_blocks  # on a CPU, too
-        return blocks * self.block_size if blocks else None
+        return (blocks - 1) * self.block_size if blocks else None
 
     @property
     def _config_in_use(self) -> VllmConfig:
@@ -164,12 +166,12 @@ class VllmEngine:
         import vllm
 
         config = self._engine.vllm_config
-        capacity = (config.cache_config.num_gpu_blocks or 0) * self.block_size
-        book = AppendsBook(capacity, config.scheduler_config.max_num_seqs // ONE_IN)
+        budget = KvBudget(self.cache_tokens or 0, self.max_model_len, self._config.kv_pool_ratio)
+        book = AppendsBook(budget, config.scheduler_config.max_num_seqs // ONE_IN)
         if book.max_open and vllm.__version_tuple__[:2] >= SINCE:
             self._appends = book
             if not await are_sound(self):
-                self._appends = AppendsBook(0, 0)
+                self._appends = _closed_book()
 
     async def restart(self) -> None:
         """Replace the engine's process, dead or alive, by a new one.
@@ -227,15 +229,18 @@ class VllmEngine:
                 cached = output.num_cached_tokens or cached
         return cached
 
-    def open_appends(self, cache_salt: str | None = None) -> VllmAppends | None:
+    def open_appends(self, cache_salt: str | None = None, *, keep: bool = False) -> VllmAppends | None:
         """Begin a prompt that grows; None where that is not sound or too many are open.
+
+        One to `keep` stays open until it is closed.
 
         Raises:
             EngineDead: the engine is not running.
         """
         bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
         limit = int(self._engine.vllm_config.model_config.max_model_len)
-        return self._appends.open(lambda pieces: self._sent(pieces, bare, PREFILL_PRIORITY), cache_salt, limit)
+        send = partial(self._sent, request=bare, priority=PREFILL_PRIORITY)
+        return self._appends.open(send, cache_salt, limit, keep=keep)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten.
@@ -305,6 +310,11 @@ class VllmEngine:
         if constraint := sampling.get("structured_outputs"):
             sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
         return SamplingParams(**sampling)
+
+
+def _closed_book() -> AppendsBook:
+    """That of an engine on which no prompt grows."""
+    return AppendsBook(KvBudget(0, 0), 0)
 
 
 def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, likeliest: int) -> Delta:

@@ -11,6 +11,7 @@ from langchain_core.messages import BaseMessage
 
 from langgraph_pingpong.bench.modes import Scale
 from langgraph_pingpong.bench.texts import Library
+from langgraph_pingpong.bench.turns import Turns
 from langgraph_pingpong.config import refuse_unknown
 from langgraph_pingpong.errors import ConfigError
 
@@ -30,13 +31,15 @@ class Work:
     """What one run does: chains that run at once.
 
     `prefixes` are the static beginnings of prompts, as messages; `outputs` is how many tokens each node is asked for,
-    and `calls` how many answers all chains get together.
+    where that is fixed, and `calls` how many answers all chains get together. `turns` are what users saw, where the
+    chains note it.
     """
 
     chains: Sequence[Chain]
     calls: int
     outputs: Mapping[str, int]
     prefixes: Sequence[Sequence[BaseMessage]] = ()
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""Anchors: beginnings of prompts that stay in the KV cache of every device for as long as their lease runs.
+
+Where prompts can grow, an anchor is one that nobody closes: vLLM cannot take its blocks. Elsewhere it is asked for
+again every few seconds, which keeps it among what was used last and brings it back if it was evicted all the same. So
+it is brought back on an engine that was restarted, and on one whose cache was emptied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from langgraph_pingpong.engines.base import Appends, Engine, Request
+from langgraph_pingpong.errors import AnchorTooLarge, CallRefused
+from langgraph_pingpong.health import FAILED, Health
+from langgraph_pingpong.kv_budget import KvBudget, in_blocks
+
+if TYPE_CHECKING:
+    from langgraph_pingpong.loop import LoopThread
+
+TOUCH_S = 5.0
+"""How often an anchor is looked after on each device, in seconds."""
+
+LEASE_S = 600.0
+"""How long an anchor stays by default, in seconds."""
+
+
+Computed = Callable[[int, Sequence[int], str | None], None]
+"""Notes that an engine, given by its position, has computed a prompt under a salt."""
+
+
+class Anchor:
+    """A beginning of prompts that stays cached, until it is released or its lease ends.
+
+    Use it in a `with` block, or call `release()`. Safe to use from any thread.
+    """
+
+    def __init__(self, anchors: Anchors, loop: LoopThread, kept: Kept) -> None:
+        self._anchors, self._loop, self._kept = anchors, loop, kept
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens stay, on each device."""
+        return len(self._kept.ids)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its lease runs and it was not released."""
+        return self in self._kept.holders
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that hold it at this moment, as far as is known."""
+        return [self._anchors.engines[index].device for index in sorted(self._kept.there)]
+
+    def renew(self, lease_s: float = LEASE_S) -> None:
+        """Let the lease run for so many seconds from now on. An anchor that was given back stays so."""
+        self._loop.call_soon(self._anchors.renew, self, lease_s)
+
+    def release(self) -> None:
+        """Give it back: from now on it is cached like anything else. Safe to call twice."""
+        self._loop.call_soon(self._anchors.release, self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass
+class Kept:
+    """The ids of one beginning, who holds it, and the tasks that look after it, one a device."""
+
+    ids: tuple[int, ...]
+    salt: str | None
+    holders: set[Anchor] = field(default_factory=set)
+    there: set[int] = field(default_factory=set)
+    """The engines that hold it."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    look: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set where it may be gone from some engine."""
+
+
+class Anchors:
+    """All anchors of a pool. Equal ones are kept once. Used on the pool's loop thread only."""
+
+    def __init__(self, engines: Sequence[Engine], health: Health, ratio: float, computed: Computed) -> None:
+        """Take the share of the KV cache that may be held, and who notes what an engine has computed."""
+        self.engines = engines
+        self._health, self._ratio, self._computed = health, ratio, computed
+        self._kept: dict[Hashable, Kept] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that anchors hold on each device, with a block each for the token behind, which vLLM may give it."""
+        return sum(len(kept.ids) + self._grain for kept in self._kept.values())
+
+    @property
+    def cap(self) -> int | None:
+        """Tokens that anchors may hold on each device; None where no engine tells how much it caches."""
+        known = [
+            KvBudget(engine.cache_tokens, in_blocks(engine.max_model_len, engine.block_size), self._ratio).anchor_cap
+            for engine in self.engines
+            if engine.cache_tokens is not None
+        ]
+        return min(known, default=None)
+
+    @property
+    def _grain(self) -> int:
+        return max(engine.block_size for engine in self.engines)
+
+    async def add(self, ids: Sequence[int], salt: str | None, lease_s: float, loop: LoopThread) -> Anchor:
+        """Keep the whole blocks of `ids` on every device; returns when each that is up has computed them.
+
+        Raises:
+            CallRefused: there is no whole block, or the lease is none.
+            AnchorTooLarge: anchors would hold more than they may.
+        """
+        grain = self._grain
+        whole = tuple(ids[: len(ids) // grain * grain])
+        if not whole:
+            raise CallRefused(f"An anchor has at least {grain} tokens, a whole cache block, and this one {len(ids)}.")
+        if lease_s <= 0:
+            raise CallRefused(f"lease_s is a time in seconds, and not {lease_s}.")
+        kept = self._kept.get((whole, salt)) or self._begin(whole, salt)
+        anchor = Anchor(self, loop, kept)
+        kept.holders.add(anchor)
+        try:
+            while not kept.there >= self._up():
+                await asyncio.wait(kept.tasks, timeout=0.01)
+                for ended in (task for task in kept.tasks if task.done()):
+                    ended.result()
+        except BaseException:
+            self.release(anchor)
+            raise
+        self.renew(anchor, lease_s)
+        return anchor
+
+    def _up(self) -> set[int]:
+        return {index for index in range(len(self.engines)) if self._health.is_up(index)}
+
+    def _begin(self, ids: tuple[int, ...], salt: str | None) -> Kept:
+        cap, held, longest = self.cap, self.tokens, min(engine.max_model_len for engine in self.engines)
+        if len(ids) >= longest:
+            raise AnchorTooLarge(f"An anchor of {len(ids)} tokens leaves no room in a context of {longest}.")
+        if cap is not None and held + len(ids) + self._grain > cap:
+            raise AnchorTooLarge(
+                f"An anchor of {len(ids)} tokens beside {held} that are held is more than the {cap} that anchors may "
+                f"hold: {self._ratio:.0%} of the KV cache, and never so much that the longest prompt lacks room."
+            )
+        kept = self._kept[ids, salt] = Kept(ids, salt)
+        kept.tasks = [asyncio.create_task(self._keep(index, kept)) for index in range(len(self.engines))]
+        return kept
+
+    def renew(self, anchor: Anchor, lease_s: float) -> None:
+        """Let a lease run for so many seconds from now on."""
+        if anchor.is_held:
+            if anchor._timer is not None:
+                anchor._timer.cancel()
+            anchor._timer = asyncio.get_running_loop().call_later(lease_s, self.release, anchor)
+
+    def release(self, anchor: Anchor) -> None:
+        """Give an anchor back; what nobody holds any more is let go of."""
+        kept = anchor._kept
+        kept.holders.discard(anchor)
+        if anchor._timer is not None:
+            anchor._timer.cancel()
+        if not kept.holders and self._kept.get((kept.ids, kept.salt)) is kept:
+            del self._kept[kept.ids, kept.salt]
+            for task in kept.tasks:
+                task.cancel()
+
+    def look(self) -> None:
+        """Caches were emptied: bring all anchors back."""
+        for kept in self._kept.values():
+            kept.there.clear()
+            kept.look.set()
+
+    async def _keep(self, index: int, kept: Kept) -> None:
+        """Look after one anchor on one device until it is let go of."""
+        opened: Appends | None = None
+        try:
+            while True:
+                with contextlib.suppress(*FAILED), self._health.watching(index):
+                    opened = await self._hold(index, kept, opened)
+                kept.look.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(kept.look.wait(), TOUCH_S)
+        finally:
+            kept.there.discard(index)
+            if opened is not None:
+                opened.let_go()
+
+    async def _hold(self, index: int, kept: Kept, opened: Appends | None) -> Appends | None:
+        """See that an engine holds it; returns the open prompt, None where the engine keeps none."""
+        if not self._health.is_up(index):
+            kept.there.discard(index)
+            return None
+        if opened is not None and opened.is_open:
+            kept.there.add(index)
+            return opened
+        was_there, engine = index in kept.there, self.engines[index]
+        opened = engine.open_appends(kept.salt, keep=True)
+        found = await opened.append(kept.ids) if opened else None
+        if found is None:
+            opened, found = None, await engine.prefill(Request(kept.ids, cache_salt=kept.salt))
+        self._computed(index, kept.ids, kept.salt)
+        kept.there.add(index)
+        gone = len(kept.ids) - engine.block_size - (found or 0)  # of a whole prompt the last block is computed anew
+        if was_there and found is not None and gone > 0:
+            self._health.emit("anchor.rewarmed", index, tokens=gone)
+        return opened

@@ -1,0 +1,67 @@
+"""What a report tells of agents' turns: first tokens, whole turns, and where their time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from langgraph_pingpong.bench import turn_metrics
+from langgraph_pingpong.bench.document import Block, Heading, Table, Text
+from langgraph_pingpong.bench.groups import Compared
+from langgraph_pingpong.bench.metrics import Figures
+from langgraph_pingpong.bench.turn_metrics import Breakdown, percentile
+
+SOONER, SHORTER = 0.95, 0.99
+"""First tokens that come in less than this share of the baseline's time come sooner; turns are shorter likewise."""
+
+
+def turn_blocks(compared: Compared) -> list[Block]:
+    """The tables of turns; none for workloads without."""
+    if not all("turns" in run for group in compared.groups for run in group.runs):
+        return []
+    blocks: list[Block] = [Heading("First token of a call's stream, from the call in its node, ms", 3), _ttft(compared)]
+    blocks += [Heading("Turns of agents, from request to answer, ms", 3), _turns(compared)]
+    return [*blocks, Heading("Where the time of a turn went, mean ms", 3), _parts(compared), *_remarks(compared)]
+
+
+def _ttft(compared: Compared) -> Table:
+    rows = []
+    for group in compared.groups:
+        for node, figures in turn_metrics.stream_ttft(group.runs).items():
+            rows.append([group.name, node, str(len(figures.values)), *_percentiles(figures)])
+    return Table(["mode", "node", "calls", "p50", "p95", "p99", "max"], rows)
+
+
+def _turns(compared: Compared) -> Table:
+    rows = []
+    for group in compared.groups:
+        if (figures := turn_metrics.turn_times(group.runs)) is not None:
+            rows.append([group.name, str(len(figures.values)), f"{figures.mean:.0f}", *_percentiles(figures)])
+    return Table(["mode", "turns", "mean", "p50", "p95", "p99", "max"], rows)
+
+
+def _parts(compared: Compared) -> Table:
+    names = [field.name for field in fields(Breakdown)]
+    rows = []
+    for group in compared.groups:
+        if (parts := turn_metrics.mean_breakdown(group.runs)) is not None:
+            rows.append([group.name, *(f"{getattr(parts, name):.0f}" for name in (*names, "turn"))])
+    return Table(["mode", *(name.replace("_", "-") for name in names), "turn"], rows)
+
+
+def _percentiles(figures: Figures) -> list[str]:
+    values = figures.values
+    return [f"{value:.0f}" for value in (*(percentile(values, share) for share in (0.5, 0.95, 0.99)), figures.max)]
+
+
+def _remarks(compared: Compared) -> Iterator[Text]:
+    """Where first tokens come sooner and nobody has the answer sooner."""
+    base = next((group for group in compared.groups if group.mode == compared.baseline_mode), None)
+    first, turns = (turn_metrics.stream_ttft(base.runs), turn_metrics.turn_times(base.runs)) if base else ({}, None)
+    for group in compared.groups:
+        own, own_turns = turn_metrics.stream_ttft(group.runs), turn_metrics.turn_times(group.runs)
+        if turns is None or own_turns is None or own_turns.median < SHORTER * turns.median:
+            continue
+        for node in own:
+            if node in first and own[node].median < SOONER * first[node].median:
+                yield Text(f"{group.name}: the first tokens of {node} come sooner, and turns are no shorter.")
