@@ -225,9 +225,9 @@ def gpus_of(device: Device, width: int) -> list[str]:
 class EngineConfig:
     """What to serve and how.
 
-    Every field except `devices`, `exact` and `same_device` has vLLM's name and reaches vLLM unchanged. None is vLLM's
-    own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`, prefills ride on
-    the decode steps of their device.
+    Every field except `devices`, `exact`, `same_device` and `kv_transfer` has vLLM's name and reaches vLLM unchanged.
+    None is vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`,
+    prefills ride on the decode steps of their device; with `kv_transfer`, engines can read each other's KV.
 
     Raises:
         NotExact: the settings contradict `exact`.
@@ -242,12 +242,15 @@ class EngineConfig:
     enforce_eager: bool | None = None
     exact: Exact = "ids"
     same_device: bool = False
+    kv_transfer: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_exact(self.exact)
         if self.same_device and self.exact == "bits":
             raise NotExact("overlap='same-device' contradicts exact='bits', which lets nothing share a step here.")
+        if self.kv_transfer and self.exact == "bits":
+            raise NotExact("kv_transfer=True contradicts exact='bits': what another engine computed may be rounded.")
         _ = self.vllm_args
 
     @property

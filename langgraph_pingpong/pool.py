@@ -17,6 +17,7 @@ from typing import Any, Self
 from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
 from langgraph_pingpong.errors import DeviceError, EngineDead
 from langgraph_pingpong.health import FAILED, Health
+from langgraph_pingpong.kv_transfer import KvTransfer
 from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.placement import Placement
 from langgraph_pingpong.speculation import Speculation
@@ -35,6 +36,8 @@ class Lease:
         self._life = pool.health.lives[index]
         self._held = True
         self._noted = False
+        self.pulled = 0
+        """Tokens of the prompts of this lease that came from other engines."""
 
     @property
     def engine(self) -> Engine:
@@ -47,8 +50,13 @@ class Lease:
         pool, index = self._pool, self.index
         return pool._placement.places[index].up and pool.health.lives[index] == self._life
 
+    async def bring(self, request: Request) -> None:
+        """Have the KV of a prompt brought here from another engine, if that is less work than computing it."""
+        self.pulled += await self._pool.kv.bring(self.index, request)
+
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """The engine's answer to a call; see `Engine.generate`."""
+        await self.bring(request)
         self._pool._placement.computed(self.index, request.prompt_token_ids, request.cache_salt)
         with self._pool._first[self.index].one_more() as through:
             async with aclosing(self._generate(request)) as deltas:
@@ -69,11 +77,14 @@ class Lease:
         ids, salt = request.prompt_token_ids, request.cache_salt
         said: list[int] = []
         before: float | None = None
+        began = time.monotonic()
         with self._pool.health.watching(index):
             async with aclosing(self.engine.generate(request)) as deltas:
                 async for delta in deltas:
                     now = time.monotonic()
-                    if before is not None and delta.token_ids:
+                    if before is None:
+                        self._pool.kv.computed(len(ids) - (delta.num_cached_tokens or 0), now - began)
+                    elif delta.token_ids:
                         self._pool._token_took(index, (now - before) / len(delta.token_ids), len(ids), now)
                     before = now
                     said += delta.token_ids if delta.index == 0 else ()
@@ -191,6 +202,8 @@ class EnginePool:
         self._first = [GoingFirst() for _ in self.engines]
         self.health = Health(self.engines, self._placement)
         """Which engines are up, and who is told of it."""
+        self.kv = KvTransfer(self.engines, self._placement, self.health)
+        """What brings KV from one engine to another."""
         self._loop = LoopThread()
         self._starting = threading.Lock()
         self._started = False
@@ -240,6 +253,7 @@ class EnginePool:
         for index, engine in enumerate(self.engines):
             await engine.start()
             self.health.serves(index)
+        await self.kv.start()
 
     def close(self) -> None:
         """Shut the engines down and end the loop thread. Safe to call twice."""
@@ -289,6 +303,7 @@ class EnginePool:
 
     async def _reset(self) -> None:
         self._placement.forget_cached()
+        self.kv.was_reset()
         for index, engine in enumerate(self.engines):
             if self._placement.places[index].up:  # one that is down comes back with nothing cached
                 with contextlib.suppress(*FAILED), self.health.watching(index):

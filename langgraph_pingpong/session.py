@@ -70,7 +70,8 @@ class Certificate:
 
     All counts are tokens of it: `static` and `streamed` were prefilled by the edge before and while the upstream
     spoke, and are part of the real prompt; `wasted` were prefilled and are not. `cached` is what the engine found
-    in its prefix cache when the call came, None where a server does not tell. `ready` counts tokens of the answer that
+    in its prefix cache when the call came, None where a server does not tell; `pulled` of them came there from another
+    engine, for this call or its edge. `ready` counts tokens of the answer that
     were there when the call came. `ttft_ms` counts from the moment the
     upstream finished (for a first node from its own start) to the first token, `total_ms` from there to the last.
     `ids_equal` compares the ids the engine answered with the fully rendered prompt. `source` tells who foresaw it.
@@ -85,6 +86,7 @@ class Certificate:
     output_tokens: int
     ids_equal: bool
     cached: int | None
+    pulled: int
     static: int
     streamed: int
     wasted: int
@@ -245,6 +247,7 @@ class Session:
                     output_tokens=said - moving.left_out,
                     ids_equal=seen == ids and moving.ids_equal,
                     cached=cached,
+                    pulled=lease.pulled,
                     ttft_ms=ttft_ms,
                     total_ms=_ms_since(since),
                     **asdict(_after(moving, prefilled)),

@@ -22,6 +22,7 @@ ENGINE_SETTINGS = (
     "tensor_parallel_size",
     "enforce_eager",
     "exact",
+    "kv_transfer",
     "engine_args",
 )
 
@@ -121,6 +122,11 @@ class Settings(ConfigAwareChatModel):
 
     Without one, reasoning is content. With engines of your own, give them the same `reasoning_parser`, or a grammar
     would bind the reasoning too.
+    """
+    kv_transfer: bool = False
+    """Let a device read what another one has computed of a prompt, where that takes less time than computing it.
+
+    Engines are made with vLLM's NIXL connector then. It takes NIXL: `pip install --no-deps nixl nixl-cu12`.
     """
     dtype: str | None = None
     max_model_len: int | None = None
