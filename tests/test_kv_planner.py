@@ -123,7 +123,9 @@ class TestThePlanner:
         pinned: list[tuple[int, int]],
     ) -> None:
         made = planner(limit=1000, pull_s=costs[0], prefill_s=costs[1])
-        made.seen = [SeenBlocks(place.held) if told else None for place, told in zip(made._placement.places, tells)]
+        made.seen = [
+            SeenBlocks(place.held) if told else None for place, told in zip(made._placement.places, tells, strict=True)
+        ]
         truth = [_held(made, index, holds, evicted) for index in range(3)]
         for index, tokens in pinned:
             made.budget.pin(index, tokens)
