@@ -85,8 +85,14 @@ class KvHandle:
 
 
 def agree(one: Likeliest, other: Likeliest) -> bool:
-    """Whether two engines expect the same after a prompt: each one's likeliest token, as likely on the other."""
-    if not one or not other:
-        return False
-    firsts = {max(one, key=one.__getitem__), max(other, key=other.__getitem__)}
-    return all(abs(one.get(token, -100.0) - other.get(token, -100.0)) <= TOLERANCE for token in firsts)
+    """Whether two engines expect the same after a prompt: each one's likeliest tokens, as likely on the other."""
+    return bool(one and other) and _as_likely(one, other) and _as_likely(other, one)
+
+
+def _as_likely(tokens: Likeliest, there: Likeliest) -> bool:
+    """A token that is not listed there is less likely than all that are."""
+    least = min(there.values())
+    return all(
+        abs(logprob - there[token]) <= TOLERANCE if token in there else logprob <= least + TOLERANCE
+        for token, logprob in tokens.items()
+    )

@@ -111,10 +111,6 @@ class Budget:
         """They are only until then; at once if no time is given."""
         entry.until = until
 
-    def forget(self, index: int) -> None:
-        """An engine was started anew: nothing is pinned there."""
-        self._pinned = [entry for entry in self._pinned if entry.index != index]
-
 
 class SeenBlocks(HeldBlocks):
     """What an engine itself says that it holds. What it evicts is taken out of placement's book of it as well."""

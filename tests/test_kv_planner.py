@@ -282,7 +282,7 @@ class TestAHandle:
     ) -> None:
         one = handle()
         one.take("engine a", (1, 0), "p", 0.0)
-        one.check((1, 0), {5: -0.1, 6: -2.0}, 0.0)
+        one.check((1, 0), {5: -0.3, 6: -1.8}, 0.0)
         with pytest.raises(HandleRefused, match=why):
             one.check(generation, likeliest, now)
 
@@ -293,6 +293,11 @@ class TestAHandle:
     def test_a_near_tie_that_fell_the_other_way_is_the_same(self) -> None:
         assert agree({5: -0.70, 6: -0.72}, {5: -0.73, 6: -0.69})
         assert not agree({5: -0.1, 6: -2.5}, {6: -0.1, 5: -2.5})
+
+    def test_of_tokens_about_as_likely_others_may_be_listed(self) -> None:
+        assert agree({5: -9.0, 6: -9.1}, {7: -9.0, 6: -9.1})
+        assert not agree({5: -9.0, 6: -9.1}, {7: -3.0, 6: -9.1})
+        assert not agree({7: -3.0, 6: -9.1}, {5: -9.0, 6: -9.1})
 
     def test_prompts_under_other_salts_are_others(self) -> None:
         assert len({prompt_digest((1, 2), salt) for salt in (None, "None", "", "a")} | {prompt_digest((1,), None)}) == 5

@@ -9,6 +9,7 @@ Directions alternate.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,12 +33,14 @@ def main(  # noqa: PLR0913 - a parameter an option
     devices: Annotated[str, typer.Option(help="two, comma-separated; empty: the machine's first")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
+    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
 ) -> None:
     """Time reads of KV at different lengths of the prompt."""
     places = devices.split(",") if devices else list(default_devices())
-    named = {"model": model or "SmolLM2-135M-Instruct", "dtype": dtype}
+    named = {"model": model or "SmolLM2-135M-Instruct", "dtype": dtype, "engine_args": engine_args}
     lines: list[dict[str, Any]] = [{"setup": circumstances("kv_pull", places, **named)}]
-    with ChatPingPong(model=model or None, devices=places, dtype=dtype, kv_transfer=True) as chat_model:
+    settings = {"model": model or None, "devices": places, "dtype": dtype, "engine_args": json.loads(engine_args)}
+    with ChatPingPong(**settings, kv_transfer=True) as chat_model:
         pool = chat_model._serving().pool
         pool.start()
         for number in range(rounds):

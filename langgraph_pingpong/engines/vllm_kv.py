@@ -10,6 +10,7 @@ have each pull keep its own blocks for minutes.)
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -169,8 +170,8 @@ class KvEvents:
 
     def __init__(self, salt_of: Callable[[str | None], tuple[bool, str | None]]) -> None:
         self._salt_of = salt_of
-        self._folder = tempfile.TemporaryDirectory(prefix="pingpong-")
-        self.endpoint = f"ipc://{self._folder.name}/events"
+        self._folder = tempfile.mkdtemp(prefix="pingpong-")
+        self.endpoint = f"ipc://{self._folder}/events"
         self._keys: dict[Any, int] = {}
         self._next = 0
         self._task: asyncio.Task[None] | None = None
@@ -184,7 +185,7 @@ class KvEvents:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _listen(self, book: BlockBook) -> None:
         import msgspec
