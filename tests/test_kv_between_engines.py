@@ -145,7 +145,7 @@ CASES = itertools.count(1)
 
 
 class TestAHandle:
-    """Case by case: refused, and then the prompt is answered as from nothing."""
+    """Case 39: transferred KV belongs to another prompt, and nobody notices. Here it is refused, and computed."""
 
     @pytest.fixture
     def heron(self, model: ChatPingPong) -> KvHandle:
