@@ -33,6 +33,9 @@ PATIENCE = 2.0
 LEAST_S = 1.0
 """...but not before so many seconds."""
 
+AT_ONCE = 8
+"""So many prompts are read from one engine at once. More would each take longer, and outlive what is kept for them."""
+
 TRY_BLOCKS = (4, 16)
 """How long the prompts are that are computed and read at the start, in cache blocks."""
 
@@ -53,6 +56,7 @@ class KvTransfer:
         self.planner = KvPlanner(placement)
         self.counts: Counter[str] = Counter()
         """How often KV was `pulled`, and how often that failed, by reason."""
+        self._turns = [asyncio.Semaphore(AT_ONCE) for _ in engines]
         self._resets = 0
         self._sources: dict[int, list[int]] = {}
         """By target, the engines that KV was read from rightly at the start."""
@@ -139,7 +143,8 @@ class KvTransfer:
         source, costs, began = plan.source, self.planner.costs, time.monotonic()
         try:
             with self._pinned(target, plan):
-                async with asyncio.timeout(max(LEAST_S, PATIENCE * (costs.prefill.seconds(plan.new) or 0))):
+                patience = max(LEAST_S, PATIENCE * (costs.prefill.seconds(plan.new) or 0))
+                async with asyncio.timeout(patience), self._turns[source]:
                     await self.read(target, prefix, await self.lend(source, prefix))
         except FAILURES as error:
             self.counts[_reason(error)] += 1

@@ -53,7 +53,7 @@ def always(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
             """Learn nothing."""
 
     kv_of(model).counts.clear()
-    monkeypatch.setattr(kv_of(model).planner, "costs", Costs(Fixed(0.1), Fixed(1e-6)))  # type: ignore[arg-type]
+    monkeypatch.setattr(kv_of(model).planner, "costs", Costs(Fixed(1.0), Fixed(1e-6)))  # type: ignore[arg-type]
 
 
 def kv_of(model: ChatPingPong) -> KvTransfer:
@@ -93,7 +93,7 @@ def held(model: ChatPingPong, ids: tuple[int, ...]) -> list[int]:
 
 def test_fifty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None:
     """In both directions. What an engine computed from nothing is compared with what the other one read from it."""
-    text = ids_of(model, read_text("documents/clinic_telephone.md"))
+    text = ids_of(model, "\n".join(read_text(name) for name in ("documents/clinic_telephone.md", "document.md")))
     prompts = [text[start : start + 110] for start in range(0, 50 * 12, 12)]
     assert len(set(prompts)) == 50 and len(prompts[-1]) == 110
 
@@ -129,14 +129,14 @@ def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong) -> None:
     assert all(len(ids) > 64 + BLOCK for ids in prompts)
 
     async def all_of(other: int) -> list[dict[str, Any]]:
-        return await asyncio.gather(*(answer(model, (n + other) % 2, ids, 6) for n, ids in enumerate(prompts)))
+        return await asyncio.gather(*(answer(model, (n + other) % 2, ids, 5) for n, ids in enumerate(prompts)))
 
     computed, read = on(model, all_of(0)), on(model, all_of(1))
     assert [each["ids"] for each in read] == [each["ids"] for each in computed]
     assert len({each["text"] for each in read}) > 20
     for own, each in zip(words, read, strict=True):
         assert not [word for word in words if word != own and word in each["text"]]
-    assert kv_of(model).counts["pulled"] > 10
+    assert kv_of(model).counts["pulled"] > 30
     assert set(kv_of(model).counts) <= {"pulled", "too slow", "expired"}  # a busy machine
 
 

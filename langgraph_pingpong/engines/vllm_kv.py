@@ -226,7 +226,7 @@ class KvEvents:
 
     def _stored(self, event: Any, book: BlockBook) -> None:
         parent = self._keys.get(event.parent_block_hash)
-        extra = (event.extra_keys or [None])[0]
+        extra = (getattr(event, "extra_keys", None) or [None])[0]  # older releases tell none
         serves, salt = self._salt_of(extra[0] if extra else None)
         if parent is None and (event.parent_block_hash is not None or not serves):
             return
