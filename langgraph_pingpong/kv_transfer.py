@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from langgraph_pingpong.engines.base import Engine, KvLost, KvPort, Request
-from langgraph_pingpong.errors import PingPongError
 from langgraph_pingpong.health import Health
 from langgraph_pingpong.kv_handles import MARGIN_S, Generation, HandleRefused, KvHandle, prompt_digest
 from langgraph_pingpong.kv_planner import BUDGET_SHARE, MIN_TOKENS, KvPlanner, Pull, SeenBlocks
@@ -41,9 +40,6 @@ TRY_BLOCKS = (4, 16)
 
 TRY_S = 60.0
 """How long one of them may take, in seconds: two engines that never met exchange addresses first."""
-
-FAILURES = (HandleRefused, KvLost, PingPongError, TimeoutError)
-"""What may go wrong while KV is read. The prompt is computed then."""
 
 
 class KvTransfer:
@@ -121,7 +117,7 @@ class KvTransfer:
                 if number:
                     costs.prefill.observe(blocks * block, computed - began)
                     costs.pull.observe(blocks * block, time.monotonic() - computed)
-        except FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, these two do without
             devices = self._engines[source].device, self._engines[target].device
             logger.warning("No KV goes from %s to %s: %s (%s)", *devices, _reason(error), error)
             return False
@@ -146,7 +142,7 @@ class KvTransfer:
                 patience = max(LEAST_S, PATIENCE * (costs.prefill.seconds(plan.new) or 0))
                 async with asyncio.timeout(patience), self._turns[source]:
                     await self.read(target, prefix, await self.lend(source, prefix))
-        except FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - a pull is a hint: the prompt is computed
             self.counts[_reason(error)] += 1
             self._health.emit("kv.failed", target, source=self._engines[source].device, reason=_reason(error))
             return 0
@@ -195,14 +191,16 @@ class KvTransfer:
         digest = prompt_digest(request.prompt_token_ids, request.cache_salt)
         engine_id = _port(self._engines[source]).engine_id
         export = handle.take(engine_id, self._generation(source), digest, time.monotonic())
-        with self._health.watching(target):
-            async with asyncio.timeout(handle.expires - MARGIN_S - time.monotonic()):
-                likeliest = await port.pull(request, export)
         try:
+            with self._health.watching(target):
+                async with asyncio.timeout(handle.expires - MARGIN_S - time.monotonic()):
+                    likeliest = await port.pull(request, export)
             handle.check(self._generation(source), likeliest, time.monotonic())
-        except HandleRefused:
-            port.distrust()
-            self._placement.places[target].held.clear()
+        except BaseException as error:
+            # What is aborted is not cached, unless the abort went out so late that other KV may have come meanwhile.
+            if isinstance(error, HandleRefused) or time.monotonic() >= handle.expires:
+                port.distrust()
+                self._placement.places[target].held.clear()
             raise
 
     def _generation(self, index: int) -> Generation:

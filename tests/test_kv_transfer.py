@@ -18,7 +18,7 @@ from langgraph_pingpong.engines.base import KvLost, Request
 from langgraph_pingpong.engines.fake_engine import WRONG, FakeEngine
 from langgraph_pingpong.errors import EngineDead, NixlNotInstalled, NotExact
 from langgraph_pingpong.kv_handles import HandleRefused
-from langgraph_pingpong.kv_transfer import KvTransfer
+from langgraph_pingpong.kv_transfer import AT_ONCE, KvTransfer
 from tests.conftest import RULES, Lab, Recorder, wait_until
 
 TALK = "The tide comes in twice a day and goes out again. " * 40
@@ -243,6 +243,49 @@ class TestWhatGoesWrong:
         assert asked.result(5) == (right, 0, 0)
         assert kv_of(model).counts == {"lost": 1}
 
+    def test_an_abort_that_goes_out_too_late_leaves_nothing_to_be_found(
+        self, model: ChatPingPong, pair: list[FakeEngine], right: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """This process stood still: the source may have freed the blocks before the reader was told to stop."""
+        handle = on(model, kv_of(model).lend(0, Request(IDS[:1008])))
+        other = pair[1].kv
+        assert other is not None
+        pull = other.pull
+
+        async def late(request: Request, export: Any) -> Any:
+            other.engine.store(request)
+            handle.expires = 0.0
+            raise TimeoutError
+
+        monkeypatch.setattr(other, "pull", late)
+        with pytest.raises(TimeoutError):
+            on(model, kv_of(model).read(1, Request(IDS[:1008]), handle))
+        monkeypatch.setattr(other, "pull", pull)
+        assert pair[1].cached_tokens(IDS) == 0
+        assert on(model, answer(model, 1))[0] == right
+
+    def test_many_at_once_take_turns(self, model: ChatPingPong, pair: list[FakeEngine]) -> None:
+        """Else what is kept for the last of them would be gone before they come to it."""
+        prompts = [(branch, *IDS) for branch in range(2000, 2000 + 3 * AT_ONCE)]
+        most = 0
+        export = pair[0].kv.export  # type: ignore[union-attr]
+
+        async def counted(request: Request) -> Any:
+            nonlocal most
+            exported = await export(request)
+            most = max(most, pair[0].kv.kept)  # type: ignore[union-attr]
+            return exported
+
+        async def all_of(index: int) -> list[Any]:
+            return await asyncio.gather(*(answer(model, index, ids) for ids in prompts))
+
+        first = on(model, all_of(0))
+        pair[0].kv.export = counted  # type: ignore[union-attr, method-assign]
+        second = on(model, all_of(1))
+        assert [text for text, *_ in second] == [text for text, *_ in first]
+        assert kv_of(model).counts["pulled"] == 3 * AT_ONCE
+        assert 1 < most <= AT_ONCE
+
     def test_the_budget_bounds_what_is_pinned(self, model: ChatPingPong, pair: list[FakeEngine], right: str) -> None:
         kv_of(model).planner.budget.limits = [1000, 1000]
         assert on(model, answer(model, 1)) == (right, 0, 0)
@@ -291,6 +334,8 @@ class TestAGraph:
         assert sum(each.data["certificate"]["pulled"] for each in alone.named("finish")) == 0
 
     def test_edges_are_brought_what_their_prompt_begins_with(self, lab: Lab, pair: list[FakeEngine]) -> None:
+        for engine in pair:
+            engine.reply = lambda prompt: "foam and moss " * 50
         model = lab.model(pair)
         record = lab.record(model)
         shared = (
