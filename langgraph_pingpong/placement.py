@@ -63,9 +63,13 @@ Load = tuple[int, int]
 """What decoding speed depends on: leases on the device, and the order of the prompt's length."""
 
 
-def block_keys(ids: Sequence[int], block_size: int, salt: str | None) -> list[int]:
-    """One key for each full block of a prompt; it stands for the block and all before it, under this salt."""
-    raw, step, parent = array("I", ids).tobytes(), block_size * array("I").itemsize, hash(salt)
+def block_keys(ids: Sequence[int], block_size: int, salt: str | None, parent: int | None = None) -> list[int]:
+    """One key for each full block of a prompt; it stands for the block and all before it, under this salt.
+
+    With the key `parent` the ids go on behind its block.
+    """
+    raw, step = array("I", ids).tobytes(), block_size * array("I").itemsize
+    parent = hash(salt) if parent is None else parent
     keys = []
     for start in range(0, len(raw) // step * step, step):
         parent = hash((parent, raw[start : start + step]))
@@ -87,6 +91,11 @@ class HeldBlocks:
             self._keys.move_to_end(key)
         while len(self._keys) > self.capacity:
             self._keys.popitem(last=False)
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """Blocks are not cached any more."""
+        for key in keys:
+            self._keys.pop(key, None)
 
     def count(self, keys: Sequence[int]) -> int:
         """How many blocks from the beginning of a prompt are held."""

@@ -20,6 +20,7 @@ from langgraph_pingpong.errors import DeviceError, EngineDead
 from langgraph_pingpong.evictions import EvictionWatch
 from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
+from langgraph_pingpong.kv_transfer import KvTransfer
 from langgraph_pingpong.loop import LoopThread
 from langgraph_pingpong.placement import Placement
 from langgraph_pingpong.speculation import Speculation
@@ -40,6 +41,8 @@ class Lease:
         self._noted = False
         self.lost = 0
         """Tokens of this lease's prompts that were computed here before, and had to be computed anew."""
+        self.pulled = 0
+        """Tokens of the prompts of this lease that came from other engines."""
 
     @property
     def engine(self) -> Engine:
@@ -52,8 +55,13 @@ class Lease:
         pool, index = self._pool, self.index
         return pool._placement.places[index].up and pool.health.lives[index] == self._life
 
+    async def bring(self, request: Request) -> None:
+        """Have the KV of a prompt brought here from another engine, if that is less work than computing it."""
+        self.pulled += await self._pool.kv.bring(self.index, request)
+
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """The engine's answer to a call; see `Engine.generate`."""
+        await self.bring(request)
         self._pool._placement.computed(self.index, request.prompt_token_ids, request.cache_salt)
         with self._pool._first[self.index].one_more() as through:
             async with aclosing(self._generate(request)) as deltas:
@@ -76,11 +84,14 @@ class Lease:
         before: float | None = None
         watch = self._pool.evictions.of(index)
         known = watch.computed_before(ids, salt)
+        began = time.monotonic()
         with self._pool.health.watching(index):
             async with aclosing(self.engine.generate(request)) as deltas:
                 async for delta in deltas:
                     now = time.monotonic()
-                    if before is not None and delta.token_ids:
+                    if before is None:
+                        self._pool.kv.computed(len(ids) - (delta.num_cached_tokens or 0), now - began)
+                    elif delta.token_ids:
                         self._pool._token_took(index, (now - before) / len(delta.token_ids), len(ids), now)
                     before = now
                     if delta.num_cached_tokens is not None:
@@ -204,6 +215,8 @@ class EnginePool:
         """What each engine had cached and lost."""
         self.anchors = Anchors(self.engines, self.health, kv_pool_ratio, self._computed)
         """The beginnings of prompts that stay cached."""
+        self.kv = KvTransfer(self.engines, self._placement, self.health)
+        """What brings KV from one engine to another."""
         self._loop = LoopThread()
         self._starting = threading.Lock()
         self._started = False
@@ -253,6 +266,7 @@ class EnginePool:
         for index, engine in enumerate(self.engines):
             await engine.start()
             self.health.serves(index)
+        await self.kv.start()
 
     def close(self) -> None:
         """Shut the engines down and end the loop thread. Safe to call twice."""
@@ -325,6 +339,7 @@ class EnginePool:
     async def _reset(self) -> None:
         self._placement.forget_cached()
         self.evictions.were_emptied()
+        self.kv.was_reset()
         for index, engine in enumerate(self.engines):
             if self._placement.places[index].up:  # one that is down comes back with nothing cached
                 with contextlib.suppress(*FAILED), self.health.watching(index):

@@ -129,7 +129,8 @@ def make_serving(
     if places[0].kind == "fake":
         tokenizer = prompting.tokenizer or (load_tokenizer(resolve_model(model)) if model else fake_tokenizer())
         template = prompting.template(tokenizer)
-        fakes = [FakeEngine(str(place), tokenizer) for place in places]
+        kv_transfer = settings.get("kv_transfer", False)
+        fakes = [FakeEngine(str(place), tokenizer, kv_transfer=kv_transfer) for place in places]
         for fake in fakes:
             fake.max_model_len = settings.get("max_model_len") or fake.max_model_len
         pool = EnginePool(fakes, settings.get("kv_pool_ratio", KV_POOL_RATIO))

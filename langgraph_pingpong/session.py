@@ -71,8 +71,9 @@ class Certificate:
 
     All counts are tokens of it: `static` and `streamed` were prefilled by the edge before and while the upstream
     spoke, and are part of the real prompt; `wasted` were prefilled and are not. `cached` is what the engine found
-    in its prefix cache when the call came, None where a server does not tell; `lost` were computed there before and not
-    found any more. `ready` counts tokens of the answer that
+    in its prefix cache when the call came, None where a server does not tell; `pulled` of them came there from another
+    engine, for this call or its edge; `lost` were computed there before and not found any more. `ready` counts tokens
+    of the answer that
     were there when the call came. `ttft_ms` counts from the moment the
     upstream finished (for a first node from its own start) to the first token, `total_ms` from there to the last.
     `ids_equal` compares the ids the engine answered with the fully rendered prompt. `source` tells who foresaw it.
@@ -88,6 +89,7 @@ class Certificate:
     ids_equal: bool
     cached: int | None
     lost: int
+    pulled: int
     static: int
     streamed: int
     wasted: int
@@ -253,6 +255,7 @@ class Session:
                     ids_equal=seen == ids and moving.ids_equal,
                     cached=cached,
                     lost=lease.lost,
+                    pulled=lease.pulled,
                     ttft_ms=ttft_ms,
                     total_ms=_ms_since(since),
                     **asdict(prefilled.after(moving.failed, moving.began_anew)),

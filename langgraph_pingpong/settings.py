@@ -25,6 +25,7 @@ ENGINE_SETTINGS = (
     "exact",
     "kv_pool_ratio",
     "kv_offloading_size",
+    "kv_transfer",
     "engine_args",
 )
 
@@ -131,6 +132,11 @@ class Settings(ConfigAwareChatModel):
 
     Without one, reasoning is content. With engines of your own, give them the same `reasoning_parser`, or a grammar
     would bind the reasoning too.
+    """
+    kv_transfer: bool = False
+    """Let a device read what another one has computed of a prompt, where that takes less time than computing it.
+
+    Engines are made with vLLM's NIXL connector then. It takes NIXL: `pip install --no-deps nixl nixl-cu12`.
     """
     dtype: str | None = None
     """The type of the weights, like 'bfloat16'; None is vLLM's own default, as for the next four."""

@@ -135,6 +135,7 @@ class StreamingEdge:
 
     async def _append_as_it_grows(self) -> None:
         try:
+            await self.lease.bring(Request(tuple(self.upcoming.prompt.ids), cache_salt=self._cache_salt))
             while self.lease.up:
                 await self.lease.answers_went_first()
                 self._grown.clear()

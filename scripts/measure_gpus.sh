@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Measures what docs/results/h200x2 holds, on the first two GPUs; OUT gets the files.
-#   scripts/measure_gpus.sh OUT [PART...]     parts: chain, same-device, unpaced, small, appends, exact,
-#                                           agents (default: all)
+#   scripts/measure_gpus.sh OUT [PART...]     parts: chain, same-device, unpaced, small, appends, exact, agents,
+#                                           kv-pull (default: all)
 # Runs that are in a file already are not run again, so a part that was stopped is gone on with. A part takes two to
 # nine minutes on H200s, most of it the engines' start.
 set -euo pipefail
 out=${1:?usage: measure_gpus.sh OUT [PART...]}
 shift
-parts=${*:-chain same-device unpaced small appends exact agents}
+parts=${*:-chain same-device unpaced small appends exact agents kv-pull}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 shape=${SHAPE:-/tmp/qwen3-14b-shape}
 devices=${DEVICES:-cuda:0,cuda:1}
@@ -46,6 +46,10 @@ for part in $parts; do
         --modes "${AGENT_MODES:-dp2-cold,dp2-serial,pingpong-many}" --devices "$devices" --dtype bfloat16 \
         --engine-args "$dummy" --runs 1 --warmup-runs 0 --stop-after "${STOP_AFTER:-510}" \
         --output "$out/tool-agents-14b.jsonl" "${large[@]}" ;;
+    kv-pull)
+      python3 -m langgraph_pingpong.bench.kv_pull --devices "$devices" --model "$shape" \
+        --engine-args '{"load_format": "dummy", "max_model_len": 36864}' \
+        --lengths 1024,2048,4096,8192,16384,32768 --output "$out/kv-pull-14b" ;;
     *) echo "no such part: $part" >&2; exit 2 ;;
   esac
 done

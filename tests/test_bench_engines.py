@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from langgraph_pingpong.bench import appends, foreground
+from langgraph_pingpong.bench import appends, foreground, kv_pull
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
@@ -35,3 +35,16 @@ def test_foreground_requests_are_measured_beside_chains(tmp_path: Path) -> None:
     rounds[0]["requests"] = [[1000.0, 1010.0]] * 50
     assert "| off | " in foreground.summary([setup, *rounds])
     assert "| 1000 | 1000 | 1000 |" in foreground.summary([setup, rounds[0], rounds[1]])
+
+
+def test_reading_kv_is_timed_beside_computing_it(tmp_path: Path) -> None:
+    output = tmp_path / "kv"
+    kv_pull.main(output, lengths="64,1024", rounds=2, devices="fake:0,fake:1")
+    setup, *cells = lines_of(output)
+    assert [(cell["round"], cell["length"]) for cell in cells] == [(0, 64), (0, 1024), (1, 64), (1, 1024)]
+    assert output.with_suffix(".md").read_text() == kv_pull.summary([setup, *cells])
+    for cell in cells:
+        cell.update(prefill_ms=1.0 * cell["length"], keep_ms=300.0, read_ms=0.1 * cell["length"])  # type: ignore[operator]
+    text = kv_pull.summary([setup, *cells])
+    assert "| 1024 | 1024 | 402 | 300 | 102 | 2.5 |" in text
+    assert "from 352 tokens on" in text

@@ -21,11 +21,12 @@ errors
 trace segments signals engines.base exact same_device kv_budget
 growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
 tokens placement
-health growing_prompt evictions
-anchors
+health growing_prompt evictions kv_handles kv_planner
+anchors kv_transfer
 pool
 failover
 streaming_edge edges
+engines.fake_kv engines.vllm_kv
 engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
@@ -44,7 +45,10 @@ HOSTS = {
     "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
     "langchain": (),
-    "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers", "engines.prompt_scheduler"),
+    "vllm": (
+        *("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_kv", "engines.vllm_parsers"),
+        "engines.prompt_scheduler",
+    ),
     "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),
     "transformers": ("tokens", "config", "default_model", "engines.fake_engine", "bench.doctor"),
@@ -69,6 +73,9 @@ BELOW_THE_HOSTS = (
     "pool",
     "placement",
     "health",
+    "kv_handles",
+    "kv_planner",
+    "kv_transfer",
     "failover",
     "session",
     "engines",

@@ -104,7 +104,8 @@ class IdleEngine(FakeEngine):
     async def _compute(self, request: Request) -> int:
         return 0
 
-    async def _spend(self, seconds: float) -> None:
+    async def spend(self, seconds: float) -> None:
+        """Take no time."""
         await asyncio.sleep(0)
 
     def _deltas(self, request: Request) -> list[Delta]:

@@ -122,6 +122,78 @@ class Appends(Protocol):
         """Let go of the KV cache, and wait until that went out. Safe to call twice."""
 
 
+Likeliest = Mapping[int, float]
+"""The likeliest next tokens after a prompt, with their log-probabilities: what its KV says."""
+
+
+class KvLost(Exception):
+    """The KV of a prompt could not be kept for another engine, or not be had from it. Whoever wants it computes it."""
+
+
+class KvPort(Protocol):
+    """Where KV leaves an engine for another one, and comes in. Prompts are whole cache blocks."""
+
+    @property
+    def engine_id(self) -> str:
+        """What tells this engine from all others, and from itself before it was started anew."""
+
+    @property
+    def lease_s(self) -> float:
+        """How long KV is kept for a reader at least, in seconds from when it was asked for."""
+
+    async def export(self, request: Request) -> KvExport:
+        """Keep a prompt's KV for one reader; what is not cached is computed. Cancelling gives it up.
+
+        Raises:
+            KvLost: the engine could not.
+            EngineDead: the engine's process ended, or the engine is not running.
+        """
+
+    async def pull(self, request: Request, export: KvExport) -> Likeliest:
+        """Read KV that another engine keeps into the prefix cache, as that of this prompt: nothing here checks that.
+
+        Cancelling gives it up; nothing is cached then.
+
+        Raises:
+            KvLost: it could not be read.
+            EngineDead: the engine's process ended, or the engine is not running.
+        """
+
+    def distrust(self) -> None:
+        """Serve nothing of what is cached now to any later request."""
+
+    def listen(self, book: BlockBook) -> bool:
+        """From now on note in `book` which blocks are cached, by the engine's own word; False where it gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvExport:
+    """KV that an engine keeps for a reader.
+
+    `engine_id` tells which engine, `request_id` for which request it computed it. `cached` is how many tokens of the
+    prompt it had, `likeliest` what comes after the prompt. `how` is for the engine that reads.
+    """
+
+    engine_id: str
+    request_id: str
+    cached: int
+    likeliest: Likeliest
+    how: Mapping[str, Any] = field(repr=False)
+
+
+class BlockBook(Protocol):
+    """Which cache blocks an engine holds, by the keys that placement.py gives them."""
+
+    def add(self, keys: Sequence[int]) -> None:
+        """They are cached, in this order within a prompt."""
+
+    def discard(self, keys: Sequence[int]) -> None:
+        """They are not any more."""
+
+    def clear(self) -> None:
+        """None is."""
+
+
 class Engine(Protocol):
     """Serves one copy of the model on one device.
 
@@ -151,6 +223,10 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Requests that were sent and are neither finished nor aborted; appends count while a piece is computed."""
+
+    @property
+    def kv(self) -> KvPort | None:
+        """Where KV leaves for other engines and comes from them; None where it cannot."""
 
     async def start(self) -> None:
         """Bring the engine up; returns when it can serve.

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.fake_kv import FakeKv
 from langgraph_pingpong.errors import CallRefused, EngineDead
+from langgraph_pingpong.placement import block_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,6 +26,9 @@ Reply = Callable[[str], str | Sequence[Delta]]
 
 NOTICE_S = 0.01
 """Within what time a request notices that its engine died, in seconds."""
+
+WRONG = "What another prompt was answered."
+"""What is said where the cache holds another prompt's KV."""
 
 CLOCK_S = 1e-6
 """What is left of a sleep is no reason for another one if it is shorter, in seconds."""
@@ -144,6 +149,8 @@ class FakeEngine:
     piece_tokens: int = 256
     takes_appends: bool = True
     """Whether prompts may grow; else each append is a prefill of the whole prefix."""
+    kv_transfer: bool = False
+    """Whether KV can go to other modelled engines, and come from them."""
 
     clock_ms: float = 0.0
     requests: list[Request] = field(default_factory=list, repr=False)
@@ -160,6 +167,14 @@ class FakeEngine:
     """What `cache_tokens` of an engine tells; the modelled cache forgets what `evict` is told to, and nothing else."""
     _cache: set[int] = field(default_factory=set, repr=False)
     _lost: set[str] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        self._kv = FakeKv(self) if self.kv_transfer else None
+
+    @property
+    def kv(self) -> FakeKv | None:
+        """Where KV goes to other modelled engines, and comes from."""
+        return self._kv
 
     @property
     def num_unfinished(self) -> int:
@@ -179,7 +194,7 @@ class FakeEngine:
         self._lost |= self.running
         self.stopped = self.dead = False
         self.appends.clear()
-        self._cache.clear()
+        self.forget()
 
     def die(self) -> None:
         """End as a process that is killed does. May be called from any thread."""
@@ -194,12 +209,29 @@ class FakeEngine:
         """Forget everything."""
         self.stopped = True
         await self._close_appends()
-        self._cache.clear()
+        self.forget()
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         await self._close_appends()
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is cached any more."""
         self._cache.clear()
+        if self._kv is not None:
+            self._kv.wrong.clear()
+            if self._kv.book is not None:
+                self._kv.book.clear()
+
+    def store(self, request: Request) -> list[int]:
+        """A prompt is cached; returns the keys of its blocks."""
+        ids, salt = request.prompt_token_ids, request.cache_salt
+        keys = self._block_keys(ids, salt)
+        self._cache.update(keys)
+        if self._kv is not None and self._kv.book is not None:
+            self._kv.book.add(block_keys(ids, self.block_size, salt))
+        return keys
 
     async def _close_appends(self) -> None:
         for appends in list(self.appends):
@@ -258,7 +290,7 @@ class FakeEngine:
             first = Delta(prompt_token_ids=request.prompt_token_ids, num_cached_tokens=cached)
             said = 0
             for delta in self._deltas(request):
-                await self._spend(max(1, len(delta.token_ids)) / self.decode_speed)
+                await self.spend(max(1, len(delta.token_ids)) / self.decode_speed)
                 self._check_alive(request)
                 if self.fail_generate is not None and said >= self.fail_after_tokens:
                     raise self.fail_generate
@@ -279,13 +311,13 @@ class FakeEngine:
         if len(ids) >= self.max_model_len:
             raise CallRefused(f"A prompt of {len(ids)} tokens does not fit into {self.max_model_len}.")
         cached = self.cached_tokens(ids, salt)
-        await self._spend((len(ids) - cached) / self.prefill_speed)
+        await self.spend((len(ids) - cached) / self.prefill_speed)
         self._check_alive(request)
-        self._cache.update(self._block_keys(ids, salt))
+        self.store(request)
         return cached
 
-    async def _spend(self, seconds: float) -> None:
-        """Sleep, in short pieces, so that the end of the engine is noticed soon."""
+    async def spend(self, seconds: float) -> None:
+        """Take a modelled time: sleep, in short pieces, so that the end of the engine is noticed soon."""
         self.clock_ms += seconds * 1000
         left, lost = seconds * self.time_scale, len(self._lost)
         until = asyncio.get_running_loop().time() + left
@@ -297,6 +329,10 @@ class FakeEngine:
 
     def _deltas(self, request: Request) -> list[Delta]:
         reply = self.reply(self.tokenizer.decode(list(request.prompt_token_ids)))
+        if self._kv is not None and self._kv.wrong.intersection(
+            self._block_keys(request.prompt_token_ids, request.cache_salt)
+        ):
+            reply = WRONG
         if not isinstance(reply, str):
             return list(reply)
         each = self._token_by_token(reply, request)

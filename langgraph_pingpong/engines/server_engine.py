@@ -106,6 +106,10 @@ class ServerEngine:
         """Unknown: the cache is others', too."""
 
     @property
+    def kv(self) -> None:
+        """Servers give each other no KV here."""
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that were sent and are neither finished nor aborted."""
         return len(self._running)

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from langgraph_pingpong.engines.vllm_appends import (
     are_sound,
     token_prompt,
 )
+from langgraph_pingpong.engines.vllm_kv import VllmKv
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
     engine_environment,
@@ -43,6 +45,9 @@ PIECE_TOKENS = 256
 """The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
 time it takes to read its weights once, which a decode step does anyway."""
 
+RESET_AGAIN_S = 0.05
+"""The pause before the prefix cache is reset once more, in seconds."""
+
 _BUILDING = threading.Lock()
 """Engines are built one after the other: each finds its device in the environment, and the first compiles for all."""
 
@@ -58,6 +63,7 @@ class VllmEngine:
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
         self._appends = _closed_book()
+        self._kv = VllmKv(config.kind, self._outputs) if config.kv_transfer else None
 
     @property
     def device(self) -> str:
@@ -108,6 +114,11 @@ class VllmEngine:
         return len(self._running) + self._appends.computing
 
     @property
+    def kv(self) -> VllmKv | None:
+        """Where KV leaves for other engines and comes from them; None where it cannot."""
+        return self._kv
+
+    @property
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
             raise EngineDead(f"The engine on {self.device} is not running.")
@@ -122,6 +133,8 @@ class VllmEngine:
         """
         try:
             await self._bring_up()
+            if self._kv is not None:
+                self._kv.began()
             if self._config.exact == "bits":
                 check_settled(self._config.vllm_args, self._engine.vllm_config)
             await self._warm_up()
@@ -147,6 +160,7 @@ class VllmEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             args = dict(self._config.vllm_args)
+            args |= self._kv.engine_args() if self._kv else {}
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._settled = llm.vllm_config
@@ -189,6 +203,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         await self._appends.close()
+        if self._kv is not None:
+            await self._kv.ended()
         llm, self._llm = self._llm, None
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
@@ -223,7 +239,7 @@ class VllmEngine:
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
         cached = 0
-        bare = dataclasses.replace(request, sampling=_ONE_TOKEN)
+        bare = replace(request, sampling=_ONE_TOKEN)
         async with aclosing(self._outputs(bare, PREFILL_PRIORITY)) as outputs:
             async for output in outputs:
                 cached = output.num_cached_tokens or cached
@@ -240,7 +256,10 @@ class VllmEngine:
         bare = Request((), _ONE_TOKEN, new_request_id(), cache_salt)
         limit = int(self._engine.vllm_config.model_config.max_model_len)
         send = partial(self._sent, request=bare, priority=PREFILL_PRIORITY)
-        return self._appends.open(send, cache_salt, limit, keep=keep)
+        return self._appends.open(send, self._salted(cache_salt), limit, keep=keep)
+
+    def _salted(self, salt: str | None) -> str | None:
+        return self._kv.salted(salt) if self._kv else salt
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; prompts that grow are closed, since what they hold is not forgotten.
@@ -248,8 +267,16 @@ class VllmEngine:
         Raises:
             EngineDead: the engine's process ended.
         """
-        engine = self._engine
         await self._appends.close()
+        tries = int(self._kv.lease_s / RESET_AGAIN_S) if self._kv else 1
+        for _ in range(tries):  # blocks may be kept for a reader
+            if await self._reset():
+                return
+            await asyncio.sleep(RESET_AGAIN_S)
+
+    async def _reset(self) -> bool:
+        """Whether all was forgotten: what a request uses is not."""
+        engine = self._engine
         with self._clear_errors(engine):
             reset = asyncio.ensure_future(engine.reset_prefix_cache())
             # An engine that dies meanwhile never answers. The task that hands its answers out ends with it.
@@ -258,14 +285,15 @@ class VllmEngine:
                 await asyncio.wait({reset, *ends}, return_when=asyncio.FIRST_COMPLETED)
                 if not reset.done():
                     raise EngineDead(f"The engine on {self.device} died.")
-                reset.result()
+                return bool(reset.result())
             finally:
                 reset.cancel()
 
     async def _outputs(self, request: Request, priority: int) -> AsyncGenerator[RequestOutput]:
         self._running.add(request.request_id)
         try:
-            async with aclosing(self._sent(token_prompt(request), request, priority)) as outputs:
+            prompt = token_prompt(replace(request, cache_salt=self._salted(request.cache_salt)))
+            async with aclosing(self._sent(prompt, request, priority)) as outputs:
                 async for output in outputs:
                     yield output
         finally:

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of
-from langgraph_pingpong.errors import EngineNotInstalled, NotEnoughMemory
+from langgraph_pingpong.engines.vllm_kv import SIDE_PORT, kv_environment
+from langgraph_pingpong.errors import EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
 
 GIB = 1 << 30
 
@@ -40,11 +41,14 @@ def check_machine(config: EngineConfig) -> None:
 
     Raises:
         EngineNotInstalled: vLLM is not installed.
+        NixlNotInstalled: KV shall be transferred, and NIXL is not installed.
         DeviceError: a device does not exist on this machine.
         NotEnoughMemory: the engines would not fit into memory together.
     """
     if importlib.util.find_spec("vllm") is None:
         raise EngineNotInstalled("vLLM is not installed.")
+    if config.kv_transfer and importlib.util.find_spec("nixl") is None:
+        raise NixlNotInstalled("kv_transfer=True needs NIXL, which is not installed.")
     check_devices(config.devices, config.tensor_parallel_size or 1)
     if config.devices[0].kind == "cpu":
         check_cpu_memory(config)
@@ -52,7 +56,8 @@ def check_machine(config: EngineConfig) -> None:
 
 def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
     """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    values = {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    own = {**_ENVIRONMENT, **(kv_environment(device.kind) if config.kv_transfer else {})}
+    values = {name: value if name == SIDE_PORT else os.environ.get(name, value) for name, value in own.items()}
     if device.kind == "cuda":
         return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
     cores = cores_for(device, config.devices, config.exact)
@@ -114,7 +119,7 @@ def environment_with(values: dict[str, str]) -> Iterator[None]:
     """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
-        if name in (_OWN_CORES, _VISIBLE) or name not in os.environ:
+        if name in (_OWN_CORES, _VISIBLE, SIDE_PORT) or name not in os.environ:
             os.environ[name] = value
     try:
         yield

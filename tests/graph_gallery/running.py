@@ -99,11 +99,11 @@ class Unhurried(FakeEngine):
 
     _owed_s = 0.0
 
-    async def _spend(self, seconds: float) -> None:
+    async def spend(self, seconds: float) -> None:
         self._owed_s += seconds
         if self._owed_s >= SLEEP_S:
             seconds, self._owed_s = self._owed_s, 0.0
-            await super()._spend(seconds)
+            await super().spend(seconds)
         else:
             await asyncio.sleep(0)
 

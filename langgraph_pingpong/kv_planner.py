@@ -1,0 +1,177 @@
+"""Whether KV that another engine holds is worth reading: decisions on plain data, which kv_transfer.py carries out.
+
+For each prompt there are three ways to have its KV where it is answered. What is there already is used, always. What
+is missing is computed there, or read from the engine that holds most of it, if that takes less time. How long either
+takes is measured: at the start, and with each prompt that is computed or read. A length nobody measured is told from
+a straight line through the last OBSERVATIONS ones; without any, nothing is read.
+
+What is kept for a reader and what is being read is pinned in both caches. On each engine it stays below a share of the
+cache, BUDGET_SHARE; a handle that was not used counts until its source frees it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import StatisticsError, linear_regression
+
+from langgraph_pingpong.placement import HeldBlocks, Placement, block_keys
+
+OBSERVATIONS = 32
+"""So many measured times are remembered of each kind."""
+
+BUDGET_SHARE = 0.25
+"""The share of an engine's KV cache that may be pinned by reading."""
+
+MIN_TOKENS = 64
+"""Less is not worth a reader's two requests, whatever was measured."""
+
+
+class Line:
+    """How long something takes by the number of tokens: the straight line through what was measured."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=OBSERVATIONS)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """It took this long."""
+        self._seen.append((tokens, seconds))
+
+    def seconds(self, tokens: int) -> float | None:
+        """How long it would take, in seconds; None if nothing was measured."""
+        if not self._seen:
+            return None
+        lengths, times = zip(*self._seen, strict=True)
+        try:
+            line = linear_regression(lengths, times)
+        except StatisticsError:  # one length only
+            line = None
+        if line is None or line.slope <= 0 or line.intercept < 0:
+            return float(sum(times) / sum(lengths) * tokens)
+        return float(line.slope * tokens + line.intercept)
+
+
+@dataclass
+class Costs:
+    """What computing and reading KV was measured to take."""
+
+    prefill: Line = field(default_factory=Line)
+    pull: Line = field(default_factory=Line)
+
+    def share(self, tokens: int) -> float:
+        """What reading so many tokens takes, as a part of computing them; 1.0 where that is not less, or not known."""
+        pull, prefill = self.pull.seconds(tokens), self.prefill.seconds(tokens)
+        return min(1.0, pull / prefill) if pull is not None and prefill else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Reading a prefix from another engine: `tokens` from the beginning, of which `new` are missing here."""
+
+    source: int
+    tokens: int
+    new: int
+
+
+@dataclass(slots=True)
+class Pinned:
+    """Tokens that are pinned on an engine, until a time of one monotonic clock, in seconds."""
+
+    index: int
+    tokens: int
+    until: float = math.inf
+
+
+class Budget:
+    """What reading may pin on each engine, in tokens."""
+
+    def __init__(self, size: int) -> None:
+        self.limits = [0] * size
+        self._pinned: list[Pinned] = []
+
+    def pinned(self, index: int, now: float) -> int:
+        """How many tokens are pinned on an engine."""
+        self._pinned = [entry for entry in self._pinned if entry.until > now]
+        return sum(entry.tokens for entry in self._pinned if entry.index == index)
+
+    def fits(self, index: int, tokens: int, now: float) -> bool:
+        """Whether so many more may be."""
+        return self.pinned(index, now) + tokens <= self.limits[index]
+
+    def pin(self, index: int, tokens: int) -> Pinned:
+        """They are, until `unpin`."""
+        entry = Pinned(index, tokens)
+        self._pinned.append(entry)
+        return entry
+
+    def unpin(self, entry: Pinned, until: float = -math.inf) -> None:
+        """They are only until then; at once if no time is given."""
+        entry.until = until
+
+
+class SeenBlocks(HeldBlocks):
+    """What an engine itself says that it holds. What it evicts is taken out of placement's book of it as well."""
+
+    def __init__(self, held: HeldBlocks) -> None:
+        super().__init__(sys.maxsize)
+        self._held = held
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """Blocks are not cached any more."""
+        gone = tuple(keys)
+        super().discard(gone)
+        self._held.discard(gone)
+
+    def clear(self) -> None:
+        """Nothing is cached any more."""
+        super().clear()
+        self._held.clear()
+
+
+class KvPlanner:
+    """Knows what each engine holds, and picks the source of what a prompt lacks."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        size = len(placement.places)
+        self.costs = Costs()
+        self.budget = Budget(size)
+        self.seen: list[SeenBlocks | None] = [None] * size
+        """By engine, what its own events say it holds; None where it gives none, and placement's book counts."""
+
+    def plan(self, target: int, among: Iterable[int], ids: Sequence[int], salt: str | None, now: float) -> Pull | None:
+        """What to read for a prompt on `target`, from one of the engines `among`; None if the rest is computed there.
+
+        The last token of a prompt is always computed.
+        """
+        block = self._placement.places[target].block_size
+        keys = block_keys(ids[: (len(ids) - 1) // block * block], block, salt)
+        here = self._placement.places[target].held.count(keys)  # what is being computed there comes, too
+        held = {source: self.holds(source, keys) for source in among if self._may_give(source, target)}
+        pulls = [Pull(source, blocks * block, (blocks - here) * block) for source, blocks in held.items()]
+        worth = [pull for pull in pulls if self._pays(pull) and self._fits(pull, target, now)]
+        leases = self._placement.leases
+        return max(worth, key=lambda pull: (self._saved(pull), -leases[pull.source]), default=None)
+
+    def holds(self, index: int, keys: Sequence[int]) -> int:
+        """How many blocks from the beginning of a prompt an engine can give, for sure where it tells."""
+        seen = self.seen[index]
+        return (self._placement.places[index].held if seen is None else seen).count(keys)
+
+    def _may_give(self, source: int, target: int) -> bool:
+        places = self._placement.places
+        return source != target and places[source].up and places[source].block_size == places[target].block_size
+
+    def _saved(self, pull: Pull) -> float:
+        prefill, read = self.costs.prefill.seconds(pull.new), self.costs.pull.seconds(pull.new)
+        return -math.inf if prefill is None or read is None else prefill - read
+
+    def _pays(self, pull: Pull) -> bool:
+        return pull.new >= MIN_TOKENS and self._saved(pull) > 0
+
+    def _fits(self, pull: Pull, target: int, now: float) -> bool:
+        budget = self.budget
+        return budget.fits(pull.source, pull.tokens, now) and budget.fits(target, pull.tokens, now)
