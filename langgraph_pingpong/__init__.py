@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langgraph_pingpong.chat_model import ChatPingPong
-    from langgraph_pingpong.edges import agent_node, streaming_edges
+    from langgraph_pingpong.edges import agent_node, streaming_edges, streaming_tool
     from langgraph_pingpong.engines.fake_engine import FakeEngine
     from langgraph_pingpong.pool import EnginePool
     from langgraph_pingpong.serving import engine_pool
     from langgraph_pingpong.trace import JsonLines
 
-__all__ = ["ChatPingPong", "EnginePool", "FakeEngine", "JsonLines", "agent_node", "engine_pool", "streaming_edges"]
+__all__ = [
+    "ChatPingPong",
+    "EnginePool",
+    "FakeEngine",
+    "JsonLines",
+    "agent_node",
+    "engine_pool",
+    "streaming_edges",
+    "streaming_tool",
+]
 
 _HOMES = {
     "ChatPingPong": "chat_model",
@@ -22,6 +31,7 @@ _HOMES = {
     "agent_node": "edges",
     "engine_pool": "serving",
     "streaming_edges": "edges",
+    "streaming_tool": "edges",
 }
 
 

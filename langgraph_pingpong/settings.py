@@ -104,6 +104,11 @@ class Settings(ConfigAwareChatModel):
 
     It is taken over if the call asks for exactly that answer, and aborted if not. Known from the second run on.
     """
+    branch_prefetch_limit: int = Field(default=8, ge=0)
+    """How many prompts are prefilled at most of which only some will be asked for, as where an edge is conditional.
+
+    Those that earlier runs took most often come first. They may hold a quarter of a device's KV cache.
+    """
     chat_template: str | None = None
     """A Jinja template in place of the model's own."""
     escape_markers: bool | None = None

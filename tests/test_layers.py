@@ -26,10 +26,13 @@ pool
 failover
 streaming_edge edges
 engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
+outgoing
+tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends
 calls calling answers
+after_tools
 settings
 chat_model
 bench viz cli
@@ -39,7 +42,7 @@ bench viz cli
 HOSTS = {
     "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
-    "langchain": (),
+    "langchain": ("bench.tool_loops",),
     "vllm": ("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_parsers", "engines.prompt_scheduler"),
     "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),
