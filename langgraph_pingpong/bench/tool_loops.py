@@ -138,9 +138,9 @@ def main(  # noqa: PLR0913 - a parameter an option
         for kind, _, seconds in (cell.partition(":") for cell in cells.split(",")):
             scenes = {mode: Scene(chat[mode], library, kind, float(seconds), tokens) for mode in MODES}
             for number in range(-1, runs):
-                timed = {mode: timed(chat[mode], scenes[mode], number, mode) for mode in alternate(number)}
+                pair = {mode: timed(chat[mode], scenes[mode], number, mode) for mode in alternate(number)}
                 if number >= 0:
-                    lines.append({"kind": kind, "seconds": float(seconds), "run": number, **timed})
+                    lines.append({"kind": kind, "seconds": float(seconds), "run": number, **pair})
                     write_lines(output.with_suffix(".jsonl"), lines)
     output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
 
