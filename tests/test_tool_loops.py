@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,6 +126,30 @@ class TestWhileToolsRun:
         tide, moon = record.named("tool.complete")
         between = [e for e in record.named("append.complete") if tide.t < e.t < moon.t]
         assert between[-1].data["tokens"] > last(record)["prompt_tokens"] - 200
+
+    def test_a_result_is_prefilled_in_small_pieces_beside_another_answer(self, lab: Lab) -> None:
+        """What other answers on the device would wait for is no larger than a decode step carries along."""
+        reply = tool_user(BOTH, role="Tell me of the sea")
+        engine = lab.engine("fake:0", reply=reply, piece_tokens=64, decode_speed=100.0)
+        model = lab.model([engine])
+        record = lab.record(model)
+        others: list[threading.Thread] = []
+
+        @tool
+        def tide(place: str) -> str:
+            """Look something up."""
+            others.append(threading.Thread(target=model.invoke, args=("Say something else.",)))
+            others[0].start()
+            wait_until(lambda: len(record.named("first_token")) == 2, 5.0, "answer beside the tools")
+            return "Low tide. " * 200
+
+        create_agent(model, [tide, sleepy("moon", "New.", 4 * LATER_S)], system_prompt=PROMPT).invoke(QUESTION)
+        others[0].join()
+        began, ended = record.named("tool.complete")[0].t, record.named("finish")[1].t
+        sizes = [event.data["tokens"] for event in record.named("append.started") if began < event.t < ended]
+        assert len(sizes) > 3
+        assert max(after - before for before, after in pairwise(sizes)) <= 64
+        assert last(record)["wasted"] == 0
 
     @pytest.mark.parametrize("engines", [1, 2])
     def test_a_tool_that_fails_ends_as_without_edges(self, lab: Lab, engines: int) -> None:

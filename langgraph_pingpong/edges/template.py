@@ -92,7 +92,7 @@ class ToolRound:
     results: bool = True
 
 
-Part = OneMessage | ListSlice | ToolRound | Stop
+Part = OneMessage | ListSlice | Stop | ToolRound
 Template = tuple[Part, ...]
 
 AFTER_TOOLS: Template = (ListSlice(("prompt",), 0), ToolRound())
