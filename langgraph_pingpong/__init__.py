@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langgraph_pingpong.chat_model import ChatPingPong
-    from langgraph_pingpong.edges import agent_node, streaming_edges
+    from langgraph_pingpong.edges import agent_node, streaming_edges, streaming_tool
     from langgraph_pingpong.engines.fake_engine import FakeEngine
     from langgraph_pingpong.pool import EnginePool
     from langgraph_pingpong.serving import engine_pool
@@ -22,6 +22,7 @@ __all__ = [
     "draw_streaming",
     "engine_pool",
     "streaming_edges",
+    "streaming_tool",
 ]
 
 _HOMES = {
@@ -33,6 +34,7 @@ _HOMES = {
     "draw_streaming": "viz.graph",
     "engine_pool": "serving",
     "streaming_edges": "edges",
+    "streaming_tool": "edges",
 }
 
 

@@ -111,5 +111,23 @@ def _to_generation(chunks: Sequence[ChatGenerationChunk]) -> ChatGeneration:
     return ChatGeneration(message=message)
 
 
+def calling_message(said: Sequence[Said]) -> AIMessage | None:
+    """The message that a complete answer becomes, as a prompt will hold it; None if it calls no tools, or calls wrong.
+
+    Its calls are complete and have ids.
+    """
+    calls: dict[int, ToolCallChunk] = {}
+    for part in (part for each in said for part in each.tool_calls):
+        call = calls.setdefault(part.index, tool_call_chunk(name=None, id=None, args="", index=part.index))
+        call["name"], call["id"] = call["name"] or part.name, call["id"] or part.id
+        call["args"] = (call["args"] or "") + part.arguments
+    if not calls:
+        return None
+    complete, wrong = default_tool_parser([_raw_call(call) for call in calls.values()])
+    if wrong or not all(call["id"] for call in complete):
+        return None
+    return AIMessage("".join(each.content for each in said), tool_calls=complete)
+
+
 def _raw_call(call: ToolCallChunk) -> dict[str, Any]:
     return {"id": call["id"], "function": {"name": call["name"], "arguments": call["args"] or "{}"}}

@@ -17,6 +17,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
 from pydantic import PrivateAttr
 
+from langgraph_pingpong.after_tools import AfterTools
 from langgraph_pingpong.anchoring import Anchoring
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
@@ -301,7 +302,7 @@ class ChatPingPong(Anchoring):
         key = CallKey(task.site, push=task.push)
         same_device = self.overlap == "same-device"
         call = Call(request, key, task.step, None, self.defer_downstream, read, trace, decode, same_device)
-        if self.overlap == "off" or (len(serving.pool.engines) < 2 and not same_device):
+        if self.overlap == "off":
             return _Prepared(serving, call, task)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
         turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
@@ -334,20 +335,21 @@ class ChatPingPong(Anchoring):
         call, task = prepared.call, prepared.task
         session = session_of(task.owner if task else None, pool)
         planned = self._begin(prepared)
+        after = AfterTools(task, planned)
+        beside = task.beside if task else frozenset()
+        call = replace(call, tools=after, beside=beside, branch_prefetch_limit=self.branch_prefetch_limit)
         if planned is not None:
             call = replace(call, key=planned.record.key, plan=planned.plan)
         close_with_graph(session, task, planned)
-        content: list[str] = []
+        all_said: list[Said] = []
         answer: str | None = None
         try:
             async with asyncio.timeout(self.timeout), aclosing(session.answer(call)) as answers:
                 async for delta, said, certificate in answers:
                     if delta.index == 0:
-                        content.append(said.content)
+                        all_said.append(said)
                     if certificate is not None:
-                        answer = "".join(content)
-                        if planned is not None:  # before the node goes on: its next call draws on this answer
-                            planned.end(answer)
+                        answer = after.end(all_said)
                     yield delta, said, certificate
         except TimeoutError as error:
             raise CallTimedOut(f"The answer was not complete after {self.timeout} s.") from error

@@ -36,8 +36,15 @@ class CallKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The result of a tool call, by the id that the model's answer gave it: it speaks like a call of the model."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """A place where the answer of a call stands: as it is, or without the white space at an end of it."""
+    """A place where the answer of a call, or a tool's result, stands: as it is, or without white space at an end."""
 
     call: Hashable
     lstrip: bool = False
@@ -46,6 +53,9 @@ class Stream:
 
 Segment = str | Stream
 """Known text, or a place for an answer."""
+
+SPEAKERS = (CallKey, ToolResult)
+"""Who will speak in this run. A place of anything else is one that nobody fills."""
 
 MAX_SUFFIX = 4000
 """Characters behind the answers of a prompt that are encoded again with each of their words."""
@@ -152,7 +162,7 @@ class GrowingPrompt:
     def __init__(self, template: ChatTemplate, segments: Sequence[Segment]) -> None:
         self._growing = template.growing()
         self._segments = list(segments)
-        unspoken = (i for i, s in enumerate(segments) if isinstance(s, Stream) and not isinstance(s.call, CallKey))
+        unspoken = (i for i, s in enumerate(segments) if isinstance(s, Stream) and not isinstance(s.call, SPEAKERS))
         self._reach = next(unspoken, len(segments))
         self._heard: dict[Hashable, list[str]] = {s.call: [] for s in segments if isinstance(s, Stream)}
         self._used = 0  # pieces of the answer at the head that were looked at

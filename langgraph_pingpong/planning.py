@@ -24,7 +24,7 @@ from langgraph_pingpong.edges.langgraph_internals import (
     when_graph_ends,
 )
 from langgraph_pingpong.edges.learned import LearnedEdges
-from langgraph_pingpong.edges.sources import Ahead, Moment, RendererOf, foresee
+from langgraph_pingpong.edges.sources import Ahead, Known, Moment, RendererOf, foresee, foresee_after_tools
 from langgraph_pingpong.edges.tasks import RunningTask
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Probes
@@ -44,9 +44,6 @@ MAX_RUNS = 256
 
 MAX_SAMPLINGS = 4096
 """Calls whose sampling is remembered."""
-
-MAX_TARGETS = 8
-"""Prompts that are prefilled at most while one call is answered."""
 
 
 class Samplings:
@@ -88,6 +85,8 @@ class PlannedCall:
 
     record: CallRecord
     plan: Callable[[], Any]
+    plan_after_tools: Callable[[], Any]
+    """The same once the call is over and has called tools."""
     _book: RunBook
     _samplings: Samplings
 
@@ -105,9 +104,9 @@ class PlannedCall:
         if task is not None and self._book.is_first_of_graph(task):
             when_graph_ends(task, partial(close, task.site[:-1]))
 
-    def end(self, answer: str | None) -> None:
-        """The call is over; `answer` is its text, None if it did not finish."""
-        self._book.end(self.record, answer)
+    def end(self, answer: str | None, turn: Message | None = None) -> None:
+        """The call is over; `answer` is its text, None if it did not finish, `turn` its message if it called tools."""
+        self._book.end(self.record, answer, turn)
 
 
 class Planner:
@@ -146,11 +145,18 @@ class Planner:
             def look() -> list[Upcoming]:
                 note_sources(record, state, given)
                 self._learn(record, task, book, answers)
-                return self._look_ahead(record, task, book, template, others)
+                ahead = self._look_ahead(record, task, book, template, others)
+                return self._upcoming(record, ahead, template)
 
             return await in_daemon_thread(look, PLAN_WITHIN_S)
 
-        return PlannedCall(record, plan, book, self._samplings)
+        spec, tenant = spec_of(task), tenant_of(task.config)
+
+        def after_tools() -> list[Upcoming]:
+            ahead = self._look_after_tools(record, spec, tenant, book, template)
+            return self._upcoming(record, ahead, template)
+
+        return PlannedCall(record, plan, partial(in_daemon_thread, after_tools, PLAN_WITHIN_S), book, self._samplings)
 
     def forget(self, owner: object) -> None:
         """A run is over: let go of the prompts and states of its calls."""
@@ -168,13 +174,29 @@ class Planner:
 
     def _look_ahead(
         self, record: CallRecord, task: RunningTask, book: RunBook, template: ChatTemplate, others: RendererOf
-    ) -> list[Upcoming]:
+    ) -> list[Ahead]:
         if record.task is None or not record.alone:  # it is over already, or nobody can tell which call it is
             return []
-        moment = Moment(task, record, book, Probes(), others, partial(_render, template))
-        ahead = foresee(moment, self.learned.memory_of(spec_of(task)), tenant_of(task.config))
-        known = [one for one in ahead[:MAX_TARGETS] if one.segments]
-        return [_upcoming(one, template, self._samplings.of(one.key)) for one in known]
+        moment = Moment(record, book, Probes(), partial(_render, template), task, others)
+        return foresee(moment, self.learned.memory_of(spec_of(task)), tenant_of(task.config))
+
+    def _look_after_tools(
+        self, record: CallRecord, spec: Any, tenant: Hashable, book: RunBook, template: ChatTemplate
+    ) -> list[Ahead]:
+        if not record.alone:
+            return []
+        known = Known(record, book, Probes(), partial(_render, template))
+        return foresee_after_tools(known, self.learned.memory_of(spec), tenant)
+
+    def _upcoming(self, record: CallRecord, ahead: Sequence[Ahead], template: ChatTemplate) -> list[Upcoming]:
+        """The growing prompts of these calls, as far as anything is known of them."""
+        known = [(one, GrowingPrompt(template, one.segments)) for one in ahead if one.segments]
+        return [
+            Upcoming(
+                one.key, one.step, one.source, prompt, self._samplings.of(one.key), None if one.certain else record.step
+            )
+            for one, prompt in known
+        ]
 
     def _book(self, owner: object) -> RunBook:
         with self._lock:
@@ -195,10 +217,6 @@ def cache_salt(config: RunnableConfig) -> str | None:
     """What keeps a tenant's cached prefixes apart on the engines. It does not tell who the tenant is."""
     tenant = tenant_of(config)
     return None if tenant is None else hashlib.sha256(repr(tenant).encode()).hexdigest()
-
-
-def _upcoming(ahead: Ahead, template: ChatTemplate, sampling: Sampling | None) -> Upcoming:
-    return Upcoming(ahead.key, ahead.step, ahead.source, GrowingPrompt(template, ahead.segments), sampling)
 
 
 def _render(template: ChatTemplate, turns: Sequence[Message], shaping: Shaping) -> str:

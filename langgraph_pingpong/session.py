@@ -8,12 +8,11 @@ ordinary request with the full prompt, or that very request if the edge has sent
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import sys
 import time
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,19 +22,21 @@ from uuid import uuid4
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.failover import Decode, MovingAnswer
 from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.outgoing import Outgoing, Plan
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.speculation import Speculation
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
+from langgraph_pingpong.tool_round import AwaitedTools, ToolRounds
 from langgraph_pingpong.trace import Trace
 
 MAX_RUNS = 1024
 """How many runs a pool remembers; the ones used least recently are forgotten first."""
 
+BRANCH_SHARE = 0.25
+"""The share of a device's KV cache that prompts may take of which it is not known whether they will be asked for."""
+
 MAX_ANSWERS = 32
 """Finished answers of one run that are kept for edges that open later; those under way are kept as well."""
-
-Plan = Callable[[], Awaitable[Sequence[Upcoming]]]
-"""Gives the calls that are expected next; runs in the background, may be slow and may fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Call:
     the answer apart: only its content is passed on to them. `trace` gets the call's events and those of the edges it
     opens. `decode` makes text of ids as the engine does; without it an answer that has begun cannot go on elsewhere.
     With `same_device` the next prompts are prefilled where this call is answered, and the whole run stays there.
+    `tools` tells of the complete answer which tools it called. `beside` names the nodes of its superstep.
     """
 
     request: Request
@@ -58,6 +60,9 @@ class Call:
     trace: Trace = field(default_factory=Trace)
     decode: Decode | None = None
     same_device: bool = False
+    tools: Callable[[], AwaitedTools | None] = lambda: None
+    beside: frozenset[str] = frozenset()
+    branch_prefetch_limit: int = 8
 
     @property
     def node(self) -> str:
@@ -104,53 +109,6 @@ class Certificate:
         return asdict(self)
 
 
-class Outgoing:
-    """What leaves one call: its words, to every edge that waits for them, and the edges it opens itself.
-
-    A call that was `prefilled` answers at once. Its planning waits until it does, so as not to be in its way.
-    """
-
-    def __init__(self, session: Session, call: Call, lease: Lease, prefilled: bool) -> None:
-        self._session, self._call, self._lease = session, call, lease
-        self._plan_later = prefilled
-        self._begin = asyncio.Event()
-        if not call.defer:
-            self._begin.set()
-        self._opening = asyncio.create_task(self._open(call.plan)) if call.plan else None
-        self._said = session.listen(call)
-
-    async def _open(self, plan: Plan) -> None:
-        try:
-            if self._plan_later:
-                await self._begin.wait()
-            upcoming = await plan()
-            await self._begin.wait()
-            for ahead, one in enumerate(upcoming, start=1):
-                self._session.open_edge(one, self._call, self._lease, ahead)
-        except Exception as error:  # noqa: BLE001 - planning runs user code; the call must not notice its errors
-            device = self._lease.engine.device
-            self._session.emit(self._call.trace, "plan.failed", self._call.node, device, error=repr(error))
-
-    def feed(self, text: str) -> None:
-        """Pass on what the call said."""
-        self._begin.set()
-        self._said.append(text)
-        self._session.heard(self._call, text)
-
-    async def close(self, finished: bool) -> None:
-        """The call is over. Unless it finished, nothing it said can be relied on."""
-        try:
-            if self._opening is not None:
-                if finished:
-                    await asyncio.sleep(0)  # an answer in one piece: the plan that waited for it begins, and learns
-                self._opening.cancel()
-                await asyncio.wait([self._opening])
-        finally:
-            dropped = self._session.ended(self._call, finished)
-        for edge in dropped:
-            await edge.stopped()
-
-
 @dataclass
 class Session:
     """One run of a graph on one pool."""
@@ -166,8 +124,10 @@ class Session:
     _calls: int = 0
     _last_finish: float | None = None
     _edges: dict[CallKey, StreamingEdge] = field(default_factory=dict)
-    _said: dict[CallKey, list[str]] = field(default_factory=dict)
-    _ended: dict[CallKey, None] = field(default_factory=dict)
+    _said: dict[Hashable, list[str]] = field(default_factory=dict)
+    _ended: dict[Hashable, None] = field(default_factory=dict)
+    rounds: ToolRounds = field(default_factory=ToolRounds)
+    """The tools that run."""
 
     @property
     def is_new(self) -> bool:
@@ -273,11 +233,27 @@ class Session:
             self._said[call.key] = said
         return said
 
-    def heard(self, call: Call, text: str) -> None:
-        """A call said more: pass it to the edges that wait for it."""
-        if call.key is not None:
-            for edge in self._edges.values():
-                edge.feed(call.key, text)
+    def heard(self, key: Hashable, text: str) -> None:
+        """A call, or a tool, said more: pass it to the edges that wait for it."""
+        for edge in self._edges.values():
+            edge.feed(key, text)
+
+    def result(self, key: Hashable, text: str | None, ended: bool) -> None:
+        """A tool said more of its result, or all of it; None if it returned something else than it said."""
+        concerned = [edge for edge in self._edges.values() if key in edge.upstreams]
+        if text is None:
+            for edge in concerned:
+                self.drop(edge, "a tool's result was not what it said")
+        else:
+            self._said.setdefault(key, []).append(text)
+            self.heard(key, text)
+        if ended:
+            self._last_finish = time.monotonic()
+            self._keep(key)
+            for edge in concerned:
+                edge.finish(key)
+                if edge.knows_all:
+                    edge.drop_later(self.drop)
 
     def ended(self, call: Call, finished: bool) -> list[StreamingEdge]:
         """A call is over. Returns the edges that were dropped because it did not finish."""
@@ -296,13 +272,13 @@ class Session:
             edge.drop_later(self.drop)
         return []
 
-    def _keep(self, key: CallKey) -> None:
+    def _keep(self, key: Hashable) -> None:
         """Keep a finished answer, and let go of the oldest of too many."""
         self._ended[key] = None
         if len(self._ended) > MAX_ANSWERS:
             self._forget(next(iter(self._ended)))
 
-    def _forget(self, key: CallKey) -> None:
+    def _forget(self, key: Hashable) -> None:
         self._ended.pop(key, None)
         self._said.pop(key, None)
 
@@ -318,6 +294,9 @@ class Session:
             self.drop(earlier, "its device failed")
             earlier = None
         place = earlier.lease if earlier else self._place(upcoming, upstream, lease, ahead)
+        if place is not None and earlier is None and not self._has_room(place, upcoming):
+            place.release()
+            place = None
         if place is None:
             self.emit(upstream.trace, "edge.quiet", upcoming.key.node, lease.engine.device, source=upcoming.source)
             return
@@ -334,10 +313,24 @@ class Session:
             edge.take_over(earlier)
 
     def _place(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> Lease | None:
-        """Where an edge prefills: on another device than its upstream's, unless it shall be the same."""
+        """Where an edge prefills: while its upstream speaks on another device, unless it shall be the same."""
         if upstream.same_device:
             return self.pool.lease_beside(lease)
+        if not ahead:
+            return self.pool.lease(lease.index, upcoming.prompt.ids, upstream.request.cache_salt)
         return self.pool.lease_ahead(lease, ahead, upcoming.prompt.ids, upstream.request.cache_salt)
+
+    def _has_room(self, place: Lease, upcoming: Upcoming) -> bool:
+        """Whether a device may hold one more prompt that nobody may ask for, beside those that it holds."""
+        limit = place.engine.cache_tokens
+        if upcoming.branched is None or limit is None:
+            return True
+        edges = (edge for run in self.pool.runs.values() for edge in run.guesses() if edge.lease.index == place.index)
+        return sum(len(edge.upcoming.prompt.ids) for edge in edges) + len(upcoming.prompt.ids) <= limit * BRANCH_SHARE
+
+    def guesses(self) -> list[StreamingEdge]:
+        """The edges to calls that may not come."""
+        return [edge for edge in self._edges.values() if edge.upcoming.branched is not None]
 
     def drop(self, edge: StreamingEdge, reason: str) -> None:
         """Forget an edge that no call will claim."""
@@ -349,13 +342,17 @@ class Session:
         """Take the edge that was meant for this call; those of supersteps gone by are dropped."""
         if call.key is None:
             return None
+        self.rounds.came(call.key)
         for edge in list(self._edges.values()):
             if _is_past(edge.upcoming, call.key, call.step):
                 self.drop(edge, "not called")
+            elif _is_lost(edge, call.key, call):
+                self.drop(edge, "not chosen")
         return self._edges.pop(call.key, None)
 
     def close(self, graph: tuple[str, ...] = ()) -> None:
         """The run of a graph, given by its site, is over: drop the edges within it."""
+        self.rounds.close(graph)
         for edge in list(self._edges.values()):
             if edge.upcoming.key.site[: len(graph)] == graph:
                 self.drop(edge, "run ended")
@@ -386,6 +383,14 @@ def session_of(owner: object | None, pool: EnginePool) -> Session:
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:
     """Whether a call expected in a superstep of the same graph can no longer come."""
     return upcoming.step is not None and upcoming.key.site[:-1] == key.site[:-1] and upcoming.step < step
+
+
+def _is_lost(edge: StreamingEdge, key: CallKey, call: Call) -> bool:
+    """Whether the graph has gone another way, as the nodes show that now run."""
+    graph, branched, site = key.site[:-1], edge.upcoming.branched, edge.upcoming.key.site
+    if branched is None or branched >= call.step or edge.upstream.site[:-1] != graph or site[: len(graph)] != graph:
+        return False
+    return len(site) > len(graph) and site[len(graph)] not in call.beside
 
 
 def _digest(ids: Sequence[int]) -> str:

@@ -115,6 +115,11 @@ class Settings(ConfigAwareChatModel):
 
     A run that is streamed in other modes is as it is without.
     """
+    branch_prefetch_limit: int = Field(default=8, ge=0)
+    """How many prompts are prefilled at most of which only some will be asked for, as where an edge is conditional.
+
+    Those that earlier runs took most often come first. They may hold a quarter of a device's KV cache.
+    """
     chat_template: str | None = None
     """A Jinja template in place of the model's own."""
     escape_markers: bool | None = None

@@ -94,11 +94,12 @@ class Worth:
 
     TRIES = 3
 
-    def __init__(self) -> None:
+    def __init__(self, tries: int = TRIES) -> None:
+        self._tries = tries
         self._vain = 0
 
     def __bool__(self) -> bool:
-        return self._vain < self.TRIES
+        return self._vain < self._tries
 
     def outdated(self, speculation: Speculation) -> None:
         """The upstream said more before the call came."""

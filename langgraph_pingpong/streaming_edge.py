@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from langgraph_pingpong.engines.base import Appends, Request
-from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, common_prefix
+from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, ToolResult, common_prefix
 from langgraph_pingpong.pool import Lease
 from langgraph_pingpong.speculation import Speculation, Worth
 
@@ -29,6 +29,7 @@ class Upcoming:
 
     `step` is the superstep it is expected in, if that is known; `source` tells who foresaw it. `sampling` is that of
     the same call before, without a limit that only fills the context; None if its answer is not to be begun ahead.
+    `branched` is the superstep in which the graph decides whether it comes at all; None if it surely comes.
     """
 
     key: CallKey
@@ -36,6 +37,7 @@ class Upcoming:
     source: str
     prompt: GrowingPrompt
     sampling: Mapping[str, Any] | None = None
+    branched: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class StreamingEdge:
         self.lease = lease
         self.upstreams: frozenset[Hashable] = upcoming.prompt.calls | {upstream}
         """The calls whose failure makes the edge worthless."""
-        self._upstream = upstream.node
+        self.upstream = upstream
         self._emit_event = emit
         self._cache_salt = cache_salt
         self._grown = asyncio.Event()
@@ -97,7 +99,8 @@ class StreamingEdge:
         self._finished: set[Hashable] = set()
         self._speculation: Speculation | None = None
         self._vain: Speculation | None = None  # the last one that was dropped
-        self._worth = Worth()
+        # A tool's result mostly comes at once, and what would be answered without it is of no use.
+        self._worth = Worth(0 if any(isinstance(call, ToolResult) for call in upcoming.prompt.calls) else Worth.TRIES)
         self._task = asyncio.create_task(self._append_as_it_grows())
 
     @property
@@ -113,9 +116,14 @@ class StreamingEdge:
             self._grow(lambda: self.upcoming.prompt.feed(call, text))
 
     def finish(self, call: Hashable) -> None:
-        """The answer of an upstream is complete."""
+        """The answer of an upstream, or the result of a tool, is complete."""
         self._finished.add(call)
         self._grow(lambda: self.upcoming.prompt.finish(call))
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether all answers and results of the prompt are complete."""
+        return self.upstreams <= self._finished
 
     def _grow(self, step: Callable[[], None]) -> None:
         if self._failure is not None:
@@ -181,7 +189,7 @@ class StreamingEdge:
 
         While upstreams speak, whole blocks go first: they stay in the cache, and an answer that is outdated does not.
         """
-        ended, sampling, engine = self.upstreams <= self._finished, self.upcoming.sampling, self.lease.engine
+        ended, sampling, engine = self.knows_all, self.upcoming.sampling, self.lease.engine
         if sampling is None or not (ended or self._worth):
             return False
         if self._speculation is None and not (ended or self._next_append() <= self._sent):
@@ -258,7 +266,14 @@ class StreamingEdge:
         known = {"static": static, "streamed": right - static, "wasted": wasted, "ready": ready}
         self._emit("finalize", request=request.request_id, **known)
         return Prefilled(
-            self._upstream, self.upcoming.source, static, right - static, wasted, self._appends, ready, self._failure
+            self.upstream.node,
+            self.upcoming.source,
+            static,
+            right - static,
+            wasted,
+            self._appends,
+            ready,
+            self._failure,
         )
 
     def drop(self, reason: str) -> None:

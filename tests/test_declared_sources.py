@@ -39,7 +39,7 @@ from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.branches import may_send
 from langgraph_pingpong.edges.sequences import model_sequence
 from langgraph_pingpong.engines.fake_engine import pseudo_words
-from langgraph_pingpong.planning import MAX_TARGETS
+from langgraph_pingpong.outgoing import MAX_TARGETS
 from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
 from tests.test_prompt_sources import RULES, given, prefilled, run

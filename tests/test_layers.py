@@ -28,11 +28,14 @@ failover
 streaming_edge edges
 engines.fake_kv engines.vllm_kv
 engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
+outgoing
+tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends custom_events
 calls answers run_metadata
 calling
+after_tools
 settings
 anchoring
 chat_model
@@ -44,7 +47,7 @@ bench viz cli
 HOSTS = {
     "langgraph": ("edges", "bench"),
     "langgraph_sdk": (),
-    "langchain": (),
+    "langchain": ("bench.tool_loops",),
     "vllm": (
         *("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_kv", "engines.vllm_parsers"),
         "engines.prompt_scheduler",

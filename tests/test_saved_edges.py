@@ -23,7 +23,7 @@ from langgraph_pingpong import ChatPingPong, streaming_edges
 from langgraph_pingpong.edges import saved
 from langgraph_pingpong.edges.book import Outcome, Shaping
 from langgraph_pingpong.edges.learned import CallSite, Follower
-from langgraph_pingpong.edges.template import ListSlice, Literal, OneMessage, Reference, Stop
+from langgraph_pingpong.edges.template import ListSlice, Literal, OneMessage, Reference, Stop, ToolRound
 from langgraph_pingpong.errors import ConfigError
 from langgraph_pingpong.growing_prompt import CallKey
 from tests.test_prompt_sources import RULES, State, ask, chain, given, prefilled, run
@@ -33,6 +33,7 @@ TEMPLATE = (
     OneMessage((("role", "system"), ("name", "x")), (Literal("Say "), Reference(WRITER, stripped=True))),
     ListSlice(("prompt",), -2),
     OneMessage((("role", "user"),), (Reference(("state", "drafts", 3)),)),
+    ToolRound(),
     Stop(),
 )
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -5,6 +5,7 @@ from langgraph_pingpong.edges.langgraph_internals import custom_stream, running_
 from langgraph_pingpong.edges.options import NodeOptions, options_of, streaming_edges
 from langgraph_pingpong.edges.rehearsal import REHEARSAL, Rehearsal
 from langgraph_pingpong.edges.tasks import RunningTask
+from langgraph_pingpong.edges.tool_results import streaming_tool
 
 __all__ = [
     "REHEARSAL",
@@ -17,5 +18,6 @@ __all__ = [
     "options_of",
     "running_task",
     "streaming_edges",
+    "streaming_tool",
     "when_graph_ends",
 ]

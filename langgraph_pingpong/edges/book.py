@@ -43,9 +43,13 @@ class Shaping:
 
 @dataclass
 class Outcome:
-    """The calls that followed a call. `graph` is the run of its graph, which may still bring the first."""
+    """The calls that followed a call. `graph` is the run of its graph, which may still bring the first.
+
+    `called` names the tools that its answer called.
+    """
 
     followers: set[CallKey] = field(default_factory=set)
+    called: frozenset[str] = frozenset()
     graph: weakref.ref[Any] | None = None
 
     @property
@@ -70,6 +74,8 @@ class CallRecord:
     texts: Mapping[Path, str] = field(default_factory=dict)
     lists: Mapping[Path, Sequence[Message]] = field(default_factory=dict)
     answer: str = ""
+    turn: Message | None = None
+    """The answer as a message, if it called tools."""
     began: int = 0
     ended: int | None = None
     alone: bool = True
@@ -112,15 +118,16 @@ class RunBook:
             self._graphs.add(task.loop)
             return not seen
 
-    def end(self, record: CallRecord, answer: str | None) -> None:
-        """Note that a call is over; without an answer it is as if it had not been."""
+    def end(self, record: CallRecord, answer: str | None, turn: Message | None = None) -> None:
+        """Note that a call is over; without an answer it is as if it had not been. A `turn` is one that calls tools."""
         with self._lock:
             record.task = None
             if self.active.get(record.key) is record:
                 del self.active[record.key]
             if answer is None:
                 return
-            record.answer, record.ended = answer, next(self._clock)
+            record.answer, record.turn, record.ended = answer, turn, next(self._clock)
+            record.outcome.called = frozenset(call["function"]["name"] for call in (turn or {}).get("tool_calls", ()))
             self._rounds[record.key] += 1
             self.finished.pop(record.key, None)
             self.finished[record.key] = record
@@ -205,4 +212,4 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def sources_of(record: CallRecord, answers: Answers) -> Sources:
     """What a prompt that follows `record` may be made of."""
-    return Sources(answers=dict(answers.items()), texts=record.texts, lists=record.lists)
+    return Sources(answers=dict(answers.items()), texts=record.texts, lists=record.lists, turn=record.turn)

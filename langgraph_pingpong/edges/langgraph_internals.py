@@ -7,6 +7,7 @@ false: edges are then off, with one warning, and every call runs plain.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import functools
@@ -55,7 +56,7 @@ def running_task(config: RunnableConfig) -> RunningTask | None:
 
 def _read_task(config: RunnableConfig) -> RunningTask:
     metadata, configurable = config["metadata"], config["configurable"]
-    runtime = configurable["__pregel_runtime"]
+    runtime, loop = configurable["__pregel_runtime"], _loop(configurable["__pregel_call"])
     return RunningTask(
         site=_site(metadata["langgraph_checkpoint_ns"]),
         push=_push(metadata["langgraph_path"]),
@@ -63,8 +64,9 @@ def _read_task(config: RunnableConfig) -> RunningTask:
         attempt=runtime.execution_info.node_attempt,
         owner=runtime.control,
         task_id=configurable["__pregel_task_id"],
-        loop=_loop(configurable["__pregel_call"]),
+        loop=loop,
         config=config,
+        beside=frozenset(each.name for each in list(loop.tasks.values())),
     )
 
 
@@ -124,6 +126,37 @@ def custom_stream(task: RunningTask) -> Callable[[Any], None]:
         write(item)
 
     return lambda item: contextvars.Context().run(write_as_task, item)
+
+
+def run_of(config: RunnableConfig) -> object | None:
+    """What every task of a run shares, the same as a task's `owner`; None outside a graph."""
+    return getattr(config.get("configurable", {}).get("__pregel_runtime"), "control", None)
+
+
+def watch_stream(task: RunningTask, heard: Callable[[Any], None]) -> None:
+    """Let `heard` see what later tasks of a graph write to its stream; all of it goes on to where it went."""
+    configurable = task.loop.config["configurable"]
+    runtime = configurable["__pregel_runtime"]
+    if getattr(runtime.stream_writer, "heard_by", None) is not heard:
+        configurable["__pregel_runtime"] = runtime.override(stream_writer=_tee(runtime.stream_writer, heard))
+
+
+def tee_output_deltas(heard: Callable[[Any], None]) -> None:
+    """Let `heard` see what the tool that runs in this context emits as `ToolRuntime.emit_output_delta`."""
+    with contextlib.suppress(ImportError):
+        from langgraph.pregel._tools import _tool_call_writer
+
+        _tool_call_writer.set(_tee(_tool_call_writer.get(), heard))
+
+
+def _tee(write: Callable[[Any], None] | None, heard: Callable[[Any], None]) -> Callable[[Any], None]:
+    def both(value: Any) -> None:
+        if write is not None:
+            write(value)
+        heard(value)
+
+    both.heard_by = heard  # type: ignore[attr-defined]
+    return both
 
 
 def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:

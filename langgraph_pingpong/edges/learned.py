@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from langgraph_pingpong.edges.book import Answers, CallRecord, Outcome, Shaping, sources_of
-from langgraph_pingpong.edges.template import Template, learn
+from langgraph_pingpong.edges.template import AFTER_TOOLS, Template, ToolRound, learn
 from langgraph_pingpong.growing_prompt import CallKey
 
 MAX_CALL_SITES = 512
@@ -46,15 +46,21 @@ class Follower:
     templates: tuple[Template, ...] = ()
     shaping: Shaping = field(default_factory=Shaping)
     steps: int | None = None
+    times: int = 0
+    """How often it was seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The followers of a call in its last runs; it is `certain` if all saw the same ones. `runs` is how many."""
+    """The followers of a call in its last runs; it is `certain` if all saw the same ones. `runs` is how many.
+
+    `times` tells how often each follower was seen in all runs.
+    """
 
     followers: Mapping[CallKey, Follower]
     certain: bool
     runs: int
+    times: Mapping[CallKey, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Memory:
             followers = self._site(tenant, before.key).followers
             known = followers.get(record.key, Follower())
             templates = (*(old for old in known.templates[-1:] if old != template), template)
-            followers[record.key] = Follower(templates, record.shaping, _steps(before, record))
+            followers[record.key] = Follower(templates, record.shaping, _steps(before, record), known.times + 1)
             before.outcome.followers.add(record.key)
             followers.move_to_end(record.key)
             if len(followers) > MAX_FOLLOWERS:
@@ -126,7 +132,24 @@ class Memory:
             past = site.past(record)
             seen: set[CallKey] = set().union(*past)
             certain = all(outcome == seen for outcome in past)
-            return Expected({k: follower for k, follower in site.followers.items() if k in seen}, certain, len(past))
+            times = {key: follower.times for key, follower in site.followers.items()}
+            return Expected({k: f for k, f in site.followers.items() if k in seen}, certain, len(past), times)
+
+    def after_tools(self, tenant: Hashable, record: CallRecord) -> list[tuple[CallKey, Follower]]:
+        """What may follow a call that has called tools, likeliest first: what followed when it called the same ones.
+
+        Where that was never seen: whatever followed other tools, else the same call with the results in its prompt.
+        """
+        with self._lock:
+            site = self._site(tenant, record.key)
+            behind_tools = {key: follower for key, follower in site.followers.items() if _reads_results(follower)}
+            past = [outcome for outcomes in site.outcomes.values() for outcome in outcomes]
+            same = [o for o in past if o.settled and o is not record.outcome and o.called == record.outcome.called]
+            if not (same or behind_tools):
+                return [(record.key, Follower((AFTER_TOOLS,), record.shaping))]
+            times = Counter(key for outcome in same for key in outcome.followers)
+            keys = [key for key in reversed(behind_tools) if key in times or not same]
+            return [(key, behind_tools[key]) for key in sorted(keys, key=lambda key: -times[key])]
 
     def followed(self) -> set[tuple[CallKey, CallKey]]:
         """Calls, each with one that followed it lately in some tenant's runs."""
@@ -197,6 +220,10 @@ class LearnedEdges:
         memory = self.memory_of(spec)
         memory.add_node(record.key.site, follower)
         memory.observe(tenant, before, record, learn(record.messages, sources_of(before, answers)))
+
+
+def _reads_results(follower: Follower) -> bool:
+    return any(isinstance(part, ToolRound) for template in follower.templates for part in template)
 
 
 def _round(record: CallRecord) -> int:

@@ -32,7 +32,15 @@ from langgraph_pingpong.edges.rehearsal import rehearse, returned
 from langgraph_pingpong.edges.sequences import model_sequence
 from langgraph_pingpong.edges.tasks import UNKNOWN, NextTask, RunningTask
 from langgraph_pingpong.edges.template import Message, Template, fill
-from langgraph_pingpong.growing_prompt import CallKey, Probes, Segment, agreed, known_beginning, prompt_segments
+from langgraph_pingpong.growing_prompt import (
+    CallKey,
+    Probes,
+    Segment,
+    ToolResult,
+    agreed,
+    known_beginning,
+    prompt_segments,
+)
 
 NO_MORE: Mapping[str, Any] = {}
 
@@ -59,14 +67,12 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A call that is being answered, within its run: what the prompt sources are asked about."""
+class Known:
+    """A call within its run, and how prompts are rendered: what learned edges are asked about."""
 
-    task: RunningTask
     record: CallRecord
     book: RunBook
     probes: Probes
-    renderer_of: RendererOf
     render: RenderShaped
 
     def answers(self, variant: int) -> dict[CallKey, str]:
@@ -74,13 +80,24 @@ class Moment:
         made_up = {key: self.probes.of(key, variant) for key in self.book.running()}
         return {**self.book.answers(), **made_up}
 
+
+@dataclass(frozen=True, slots=True)
+class Moment(Known):
+    """A call that is being answered: what all prompt sources are asked about."""
+
+    task: RunningTask
+    renderer_of: RendererOf
+
     def made_up(self, key: CallKey, variant: int) -> AIMessage:
         """A made-up answer as a message. It has an id, as real ones have: a reducer would draw one, which shows."""
         return AIMessage(self.probes.of(key, variant), id=f"made-up-{key}")
 
 
 def foresee(moment: Moment, memory: Memory, tenant: Hashable) -> list[Ahead]:
-    """The calls expected after the one of `moment`, certain ones first; each from the source that is trusted most."""
+    """The calls expected after the one of `moment`, each from the source that is trusted most.
+
+    Those that are certain come first, then those that earlier runs saw most often.
+    """
     expected = memory.expected(tenant, moment.record)
     failure: Exception | None = None
     try:
@@ -92,7 +109,25 @@ def foresee(moment: Moment, memory: Memory, tenant: Hashable) -> list[Ahead]:
         found.setdefault(ahead.key, ahead)
     if failure is not None and not found:
         raise failure
-    return sorted(found.values(), key=lambda ahead: not ahead.certain)
+    return sorted(found.values(), key=lambda ahead: (not ahead.certain, -expected.times.get(ahead.key, 0)))
+
+
+def foresee_after_tools(known: Known, memory: Memory, tenant: Hashable) -> list[Ahead]:
+    """The calls expected after one that is over and has called tools, likeliest first: their prompts hold the results.
+
+    Nothing is known of the graph but what was learned, and of that only what is no rehearsal: tools are running.
+    """
+    likely = [
+        (key, follower)
+        for key, follower in memory.after_tools(tenant, known.record)
+        if not any(options_of(spec).off for spec in memory.nodes_at(key.site))
+    ]
+    certain = len(likely) == 1
+    found = []
+    for key, follower in likely:
+        segments = agreed([_segments(known, template, follower.shaping) for template in follower.templates])
+        found.append(Ahead(key, None, "tools", segments if certain else known_beginning(segments), certain))
+    return found
 
 
 def _decided(foreseen: Iterable[Ahead], expected: Expected) -> Iterator[Ahead]:
@@ -237,11 +272,11 @@ def _learned(moment: Moment, memory: Memory, expected: Expected) -> Iterator[Ahe
         yield Ahead(key, step, "learned", known, expected.certain)
 
 
-def _missing(probes: Probes, variant: int, path: Hashable) -> str:
-    return probes.of(("missing", path), variant)
+def _missing(probes: Probes, variant: int, what: Hashable) -> str:
+    return probes.of(what if isinstance(what, ToolResult) else ("missing", what), variant)
 
 
-def _segments(moment: Moment, template: Template, shaping: Shaping) -> list[Segment]:
+def _segments(moment: Known, template: Template, shaping: Shaping) -> list[Segment]:
     texts = []
     for variant in (0, 1):
         sources = sources_of(moment.record, moment.answers(variant))

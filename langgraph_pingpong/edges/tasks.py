@@ -13,7 +13,7 @@ class RunningTask:
     """A node's task while it runs: where it stands in the graph, and the loop that runs it.
 
     `site` names the enclosing graphs' nodes and the node; `push` is the position of a `Send`; `owner` is shared by
-    every task of one run.
+    every task of one run. `beside` names the nodes of its superstep, its own included.
     """
 
     site: tuple[str, ...]
@@ -24,6 +24,7 @@ class RunningTask:
     task_id: str
     loop: Any
     config: RunnableConfig
+    beside: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

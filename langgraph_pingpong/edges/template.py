@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any
 
-from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.growing_prompt import CallKey, ToolResult
 
 Message = Mapping[str, Any]
 """A message in OpenAI's form."""
@@ -31,11 +31,13 @@ class Sources:
     """What a prompt may be made of.
 
     `answers` maps a call to the text it gave, `texts` a path to a text, and `lists` a path to a list of messages.
+    `turn` is the message that the call before answered with, if it called tools.
     """
 
     answers: Mapping[CallKey, str]
     texts: Mapping[Path, str]
     lists: Mapping[Path, Sequence[Message]]
+    turn: Message | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,18 @@ class Stop:
     """From here on the prompt cannot be foreseen, for example because a tool was called."""
 
 
-Part = OneMessage | ListSlice | Stop
+@dataclass(frozen=True, slots=True)
+class ToolRound:
+    """The answer of the call before, which called tools, and their results in the order of the calls."""
+
+    results: bool = True
+
+
+Part = OneMessage | ListSlice | Stop | ToolRound
 Template = tuple[Part, ...]
+
+AFTER_TOOLS: Template = (ListSlice(("prompt",), 0), ToolRound())
+"""What follows a call that called tools, as long as nothing else is known: its own prompt, its answer, the results."""
 
 Missing = Callable[[Hashable], str]
 """A stand-in for something that is not known, by its source."""
@@ -106,6 +118,9 @@ def _parts(messages: list[Message], sources: Sources) -> Iterator[Part]:
         if found is not None:
             part, length = found
             yield part
+            position += length
+        elif sources.turn and (length := _tool_round(messages, position, sources.turn)):
+            yield ToolRound()
             position += length
         elif not isinstance(messages[position].get("content"), str) or messages[position].get("tool_calls"):
             yield Stop()
@@ -142,6 +157,14 @@ def _longest_slice(
         return None
     length, _, part = max(found, key=lambda hit: hit[:2])
     return part, length
+
+
+def _tool_round(messages: Sequence[Message], at: int, turn: Message) -> int:
+    """How many messages from a place on are an answer and the results of the tools that it called; 0 if it is not."""
+    ids = [call["id"] for call in turn["tool_calls"]]
+    results = messages[at + 1 : at + 1 + len(ids)]
+    named = {key: value for key, value in messages[at].items() if key != "name"}  # `create_agent` adds the agent's name
+    return 1 + len(ids) if named == turn and [result.get("tool_call_id") for result in results] == ids else 0
 
 
 def _one_message(message: Message, candidates: Sequence[tuple[str, Reference]]) -> OneMessage:
@@ -188,9 +211,16 @@ def fill(template: Template, sources: Sources, missing: Missing) -> list[Message
             messages.append({**dict(part.frame), "content": content})
         elif isinstance(part, ListSlice) and part.path in sources.lists:
             messages.extend(sources.lists[part.path][part.start :])
+        elif isinstance(part, ToolRound) and sources.turn:
+            messages += [sources.turn, *(_result(call, missing) for call in sources.turn["tool_calls"])]
         else:
             return [*messages, {"role": "user", "content": missing("rest")}]
     return messages
+
+
+def _result(call: Mapping[str, Any], missing: Missing) -> Message:
+    content = missing(ToolResult(call["id"]))
+    return {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": content}
 
 
 def _text(piece: Piece, sources: Sources, missing: Missing) -> str:
