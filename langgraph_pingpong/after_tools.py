@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage, convert_to_openai_messages
 
 from langgraph_pingpong.answers import calling_message
 from langgraph_pingpong.edges import RunningTask
-from langgraph_pingpong.edges.langgraph_internals import watch_stream
+from langgraph_pingpong.edges.langgraph_streams import watch_stream
 from langgraph_pingpong.edges.tool_results import listen, wrote
 from langgraph_pingpong.engines.base import Said
 from langgraph_pingpong.planning import PlannedCall

@@ -11,8 +11,8 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk, default_tool_parser, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
+from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.engines.base import Delta, Said, TokenLogprob, ToolCallPart
-from langgraph_pingpong.session import Certificate
 
 Certify = Callable[[Mapping[str, Any]], None]
 """Takes the certificate of a call, besides the message that carries it."""

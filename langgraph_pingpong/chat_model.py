@@ -22,6 +22,7 @@ from langgraph_pingpong.anchoring import Anchoring
 from langgraph_pingpong.answers import AnswerChunks, to_result
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
+from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.custom_events import streamed
 from langgraph_pingpong.edges import RunningTask, running_task
 from langgraph_pingpong.edges.book import Shaping
@@ -36,7 +37,7 @@ from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_promp
 from langgraph_pingpong.run_ends import close_with_graph
 from langgraph_pingpong.run_metadata import add_to_run
 from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
-from langgraph_pingpong.session import Call, Certificate, session_of
+from langgraph_pingpong.session import Call, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace

@@ -310,4 +310,4 @@ class StreamingEdge:
 
     def _emit(self, name: str, **data: Any) -> float:
         key, device = self.upcoming.key, self.lease.engine.device
-        return self._emit_event(name, key.node, device, edge=str(key), upstream=self._upstream, **data)
+        return self._emit_event(name, key.node, device, edge=str(key), upstream=self.upstream.node, **data)

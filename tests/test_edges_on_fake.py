@@ -20,11 +20,12 @@ from langgraph.types import RetryPolicy, Send
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, engine_pool, streaming_edge
+from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.edges import langgraph_internals
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import EngineDead, PromptTooLong, UnknownSetting
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt
-from langgraph_pingpong.session import Call, Certificate, Session
+from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.streaming_edge import Upcoming
 from tests.conftest import edges_on
 from tests.growing_prompts import CRITIC, WRITER, is_probe

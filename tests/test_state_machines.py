@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from langgraph_pingpong import EnginePool, FakeEngine
+from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.engines.base import Delta, Request, Said
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Segment, Stream, common_prefix
 from langgraph_pingpong.placement import CLEARLY_FEWER
 from langgraph_pingpong.pool import Lease
-from langgraph_pingpong.session import Call, Certificate, Session
+from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.streaming_edge import UNCLAIMED_AFTER_S, Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
 from tests.conftest import leases_on

@@ -1,7 +1,8 @@
 """Edges: which calls of the model come next, and what their prompts will be."""
 
 from langgraph_pingpong.edges.declared import AgentNode, agent_node
-from langgraph_pingpong.edges.langgraph_internals import custom_stream, running_task, when_graph_ends
+from langgraph_pingpong.edges.langgraph_internals import running_task, when_graph_ends
+from langgraph_pingpong.edges.langgraph_streams import custom_stream
 from langgraph_pingpong.edges.options import NodeOptions, options_of, streaming_edges
 from langgraph_pingpong.edges.rehearsal import REHEARSAL, Rehearsal
 from langgraph_pingpong.edges.tasks import RunningTask

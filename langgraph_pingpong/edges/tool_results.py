@@ -22,7 +22,8 @@ from langchain_core.runnables.config import ensure_config
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langgraph_pingpong.edges.langgraph_internals import run_of, tee_output_deltas
+from langgraph_pingpong.edges.langgraph_internals import run_of
+from langgraph_pingpong.edges.langgraph_streams import tee_output_deltas
 from langgraph_pingpong.errors import ConfigError
 
 MAX_TOOLS = 1024
