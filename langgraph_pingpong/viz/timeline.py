@@ -212,10 +212,8 @@ class _Reader:
 
     def _at(self, run: str, node: str, kinds: Sequence[Kind], at: float) -> Span | None:
         """The bar of a node at a time; of two that meet there, the later one."""
-        there = (
-            s for s in self.spans if s.run == run and s.node == node and s.kind in kinds and s.start <= at <= s.end
-        )
-        return max(there, key=lambda span: span.start, default=None)
+        mine = (span for span in self._by_node[run, node] if span.kind in kinds and span.start <= at <= span.end)
+        return max(mine, key=lambda span: span.start, default=None)
 
     def _ms(self, t: float) -> float:
         return (t - self.start) * 1000
