@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,29 @@ def test_the_picture_shows_serial_above_pingpong_on_one_scale(tmp_path: Path) ->
         assert {"researcher", "analyst", "critic", "planner", "writer"} <= texts
         assert {f"{one.ttft_ms:,.0f} ms" for one in each.first_tokens} <= texts
         assert sum(1 for text in axes.texts if getattr(text, "arrow_patch", None)) == len(each.flows)
+
+
+def test_names_are_text_in_the_picture() -> None:
+    from langgraph_pingpong.viz.timeline_png import draw
+
+    odd = "_x^{2}$ and $\\frac$"
+    figure = draw([timeline_of([called(odd, 0, odd), first(odd, 5, odd), finish(odd, 200, odd)], odd)])
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    shown = [axes.get_title(loc="left"), axes.get_yticklabels()[0].get_text(), figure.legends[1].texts[0].get_text()]
+    assert [text.strip().replace("\\$", "$") for text in shown] == [odd] * 3
+
+
+def test_a_long_trace_is_read_in_time() -> None:
+    events = [each for number in range(1500) for each in small(number)]
+    started = time.process_time()
+    made = timeline_of(events)
+    assert (len(made.spans), len(made.flows)) == (1500 * 7, 1500 * 3)
+    assert time.process_time() - started < 5
+
+
+def small(number: int) -> list[Event]:
+    return [Event(e.name, e.t + number, f"r{number}", e.node, e.device, e.data) for e in pingpong(upstream="A")]
 
 
 def test_two_traces_are_held_against_each_other(tmp_path: Path) -> None:

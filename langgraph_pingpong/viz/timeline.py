@@ -170,11 +170,12 @@ class _Reader:
     spans: list[Span] = field(default_factory=list)
     _open: defaultdict[tuple[Kind, str, str], list[Span]] = field(default_factory=lambda: defaultdict(list))
     _appends: defaultdict[tuple[str, str, str], list[Span]] = field(default_factory=lambda: defaultdict(list))
-    _finished: dict[tuple[str, str], float] = field(default_factory=dict)
+    _finished: defaultdict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     _claimed: dict[tuple[str, str], str] = field(default_factory=dict)
     _last: dict[str, float] = field(default_factory=dict)
     _texts: list[_Text] = field(default_factory=list)
     _firsts: list[tuple[Event, float]] = field(default_factory=list)
+    _by_node: defaultdict[tuple[str, str], list[Span]] = field(default_factory=lambda: defaultdict(list))
 
     def take(self, event: Event) -> None:
         """Take note of one event; those that no bar depends on are passed over."""
@@ -183,11 +184,13 @@ class _Reader:
             handle(self, event)
 
     def cut(self, until: float | None) -> None:
-        """What is not over ends here."""
+        """No more events: what is not over ends here."""
         for waiting in self._open.values():
             for span in waiting:
                 end = self._last[span.run] if until is None else self._ms(until)
                 self.spans.append(replace(span, end=end))
+        for span in self.spans:
+            self._by_node[span.run, span.node].append(span)
 
     def flows(self) -> list[Flow]:
         """The texts whose both ends have a bar."""
@@ -209,10 +212,8 @@ class _Reader:
 
     def _at(self, run: str, node: str, kinds: Sequence[Kind], at: float) -> Span | None:
         """The bar of a node at a time; of two that meet there, the later one."""
-        there = (
-            s for s in self.spans if s.run == run and s.node == node and s.kind in kinds and s.start <= at <= s.end
-        )
-        return max(there, key=lambda span: span.start, default=None)
+        mine = (span for span in self._by_node[run, node] if span.kind in kinds and span.start <= at <= span.end)
+        return max(mine, key=lambda span: span.start, default=None)
 
     def _ms(self, t: float) -> float:
         return (t - self.start) * 1000
@@ -283,7 +284,7 @@ class _Reader:
 
     def _handed_over(self, event: Event) -> None:
         """The whole text of the upstream: that of the edge, or whoever finished last before this call."""
-        finished = {node: at for (run, node), at in self._finished.items() if run == event.run}
+        finished = self._finished[event.run]
         upstream = self._claimed.pop((event.run, event.node), None) or max(
             finished, key=lambda node: finished[node], default=None
         )
@@ -298,7 +299,7 @@ class _Reader:
 
     def _finish(self, event: Event) -> None:
         self._end("decode", event, event.data["certificate"]["output_tokens"])
-        self._finished[event.run, event.node] = self._ms(event.t)
+        self._finished[event.run][event.node] = self._ms(event.t)
 
     def _failed(self, event: Event) -> None:
         for kind in ("prefill", "decode"):

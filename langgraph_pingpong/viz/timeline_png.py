@@ -63,9 +63,11 @@ def save(timelines: Sequence[Timeline], path: Path) -> None:
 
 def _draw_panel(axes: Axes, panel: Panel, colours: Mapping[str, str], end: float) -> None:
     inches_per_ms = (_WIDTH - 1.2) / end
-    axes.set_title(panel.timeline.title, loc="left", fontsize=11)
+    axes.set_title(_plain(panel.timeline.title), loc="left", fontsize=11)
     axes.set_ylim(panel.height + 0.2, 0)
-    axes.set_yticks([(top + bottom) / 2 for top, bottom in panel.lanes.values()], list(panel.lanes))
+    axes.set_yticks(
+        [(top + bottom) / 2 for top, bottom in panel.lanes.values()], [_plain(device) for device in panel.lanes]
+    )
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -79,7 +81,7 @@ def _draw_panel(axes: Axes, panel: Panel, colours: Mapping[str, str], end: float
 
 def _draw_bar(axes: Axes, bar: Bar, colour: str, inches_per_ms: float) -> None:
     span = bar.span
-    width, node = span.end - span.start, span.node or "-"
+    width, node = span.end - span.start, _plain(span.node or "-")
     axes.barh(bar.y, width, bar.height, span.start, zorder=2, **_look(span.kind, colour))
     if span.kind == "decode" and width * inches_per_ms > _LETTER * len(node) + 0.1:
         middle = span.start + width / 2
@@ -128,7 +130,7 @@ def _legend(figure: Figure, colours: Mapping[str, str], kinds: set[Kind]) -> Non
     from matplotlib.patches import Patch
 
     grey = "#777777"
-    agents = [Patch(color=colour, label=node or "-") for node, colour in colours.items()]
+    agents = [Patch(color=colour, label=_plain(node or "-")) for node, colour in colours.items()]
     what: list[Any] = [Patch(label=WHAT[kind], **_look(kind, grey)) for kind in WHAT if kind in kinds]
     look: dict[str, Any] = {"color": "black", "linestyle": "none", "markersize": 5}
     what.append(Line2D([], [], marker="v", label="first token, after the upstream's end", **look))
@@ -136,3 +138,8 @@ def _legend(figure: Figure, colours: Mapping[str, str], kinds: set[Kind]) -> Non
     style: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 1.4, "columnspacing": 1.2}
     figure.legend(handles=what, loc="outside lower center", ncols=len(what), **style)
     figure.legend(handles=agents, loc="outside upper right", ncols=8, **style)
+
+
+def _plain(text: str) -> str:
+    """A name as it is: matplotlib takes dollars for formulas, and leaves labels with a line before them out."""
+    return f"{' ' if text.startswith('_') else ''}{text}".replace("$", r"\$")
