@@ -69,7 +69,7 @@ def ids_of(model: ChatPingPong, text: str, tokens: int = 0) -> tuple[int, ...]:
     return ids[:tokens] if tokens else ids
 
 
-async def answer(model: ChatPingPong, index: int, ids: tuple[int, ...], max_tokens: int = 12) -> dict[str, Any]:
+async def answer(model: ChatPingPong, index: int, ids: tuple[int, ...], max_tokens: int = 8) -> dict[str, Any]:
     """What one engine answers, as a call of the model would ask it."""
     lease, began = model._serving().pool._reserve(index), time.monotonic()
     said: dict[str, Any] = {"ids": (), "text": "", "cached": None, "ttft": None}
