@@ -250,8 +250,10 @@ def tracing_summary(setup: Run, runs: Sequence[Line]) -> str:
         "Edges on, in both columns. `on`: nobody listens to the trace. `traced`: every event goes to a file, as a line "
         "of JSON, and into OpenTelemetry spans, which the SDK's batch processor writes as JSON to nowhere, and into "
         f"Prometheus metrics. {_how(setup)}, alternating; the overhead is the difference of the medians.",
-        f"Of the end to end time, pauses included, it takes {min(shares):+.1%} to {max(shares):+.1%}. The engines take "
-        "no time to say their answers: real ones take long, and the share is smaller.",
+        f"Of the end to end time, which holds the pauses, tracing takes {min(shares):+.1%} to {max(shares):+.1%}: the "
+        "more the longer the answers, since engines that compute nothing say them in no time. What a traced token "
+        "costs more is below; on a real engine, hold it against the time that a token takes there. Where the load is "
+        "above 1, other programs used the cores too.",
     ]
     for figure, title in ALL_FIGURES.items():
         parts += [f"## {title.capitalize()}", _figure_table(runs, figure, TRACING)]
