@@ -149,6 +149,10 @@ class Lease:
         self.index, self._life = index, self._pool.health.lives[index]
         return True
 
+    def held_tokens(self, ids: Sequence[int], salt: str | None) -> int:
+        """How many tokens from the beginning of a prompt the engine has cached, as far as is known."""
+        return self._pool._placement.held_tokens(ids, salt)[self.index]
+
     def release(self) -> None:
         """Give the place back. Safe to call twice."""
         if self._held:

@@ -90,6 +90,7 @@ class StreamingEdge:
         self._cache_salt = cache_salt
         self._grown = asyncio.Event()
         self._open: Appends | None = lease.engine.open_appends(cache_salt)
+        self._held = lease.held_tokens(upcoming.prompt.ids, cache_salt)
         self._sent = 0  # tokens in the longest append that was started
         self._done = 0  # tokens in the longest append that is complete
         self._misled = 0  # tokens that an earlier edge to the same call prefilled for another prompt
@@ -161,7 +162,9 @@ class StreamingEdge:
         engine = self.lease.engine
         largest = LARGEST_PIECE if engine.piece_tokens else LARGEST_WHERE_SLOW
         piece = engine.piece_tokens if engine.num_unfinished and engine.piece_tokens else largest
-        end = min(len(self.upcoming.prompt.ids), self._sent + max(piece, engine.block_size))
+        # What is cached is found by the first append only, and costs nothing there: later pieces are computed.
+        begun = self._sent or self._held
+        end = min(len(self.upcoming.prompt.ids), begun + max(piece, engine.block_size))
         return end // engine.block_size * engine.block_size
 
     async def _append(self, tokens: int) -> None:

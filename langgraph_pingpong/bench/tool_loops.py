@@ -120,7 +120,7 @@ def main(  # noqa: PLR0913 - a parameter an option
     output: Annotated[Path, typer.Option(help="where to write, without an ending")],
     cells: Annotated[
         str, typer.Option(help="kind:seconds that the tool takes, comma-separated")
-    ] = "at its end:1,streams:1,streams:3,new prompt:1",
+    ] = "streams:1,new prompt:1,streams:3,at its end:1",
     tokens: Annotated[int, typer.Option(min=64, help="of a result, or of a document")] = 1500,
     runs: Annotated[int, typer.Option(min=1, help="of each cell and mode, beside one to warm up")] = 3,
     devices: Annotated[str, typer.Option(help="comma-separated; empty: the machine's")] = "",

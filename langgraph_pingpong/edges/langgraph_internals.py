@@ -1,8 +1,7 @@
 """Every private name of LangGraph that this package uses, and nothing else uses any.
 
-From the config that a node's model call carries, it finds the running task and its loop, and it asks LangGraph's own
-functions which tasks would come next if the node returned a given update. Where LangGraph has moved, `usable()` is
-false: edges are then off, with one warning, and every call runs plain.
+From the config of a node's model call it finds the running task and its loop, and asks LangGraph's own functions which
+tasks would come next after a given update. Where LangGraph has moved, `usable()` is false: every call runs plain then.
 """
 
 from __future__ import annotations
