@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
@@ -88,8 +89,8 @@ class Kept:
     there: set[int] = field(default_factory=set)
     """The engines that hold it."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    look: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where it may be gone from some engine."""
+    looks: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    """Set where it may be gone from an engine."""
 
 
 class Anchors:
@@ -185,18 +186,20 @@ class Anchors:
         """Caches were emptied: bring all anchors back."""
         for kept in self._kept.values():
             kept.there.clear()
-            kept.look.set()
+            for look in kept.looks.values():
+                look.set()
 
     async def _keep(self, index: int, kept: Kept) -> None:
         """Look after one anchor on one device until it is let go of."""
         opened: Appends | None = None
+        look = kept.looks[index]
         try:
             while True:
+                look.clear()
                 with contextlib.suppress(*FAILED), self._health.watching(index):
                     opened = await self._hold(index, kept, opened)
-                kept.look.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(kept.look.wait(), TOUCH_S)
+                    await asyncio.wait_for(look.wait(), TOUCH_S)
         finally:
             kept.there.discard(index)
             if opened is not None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from langchain_core.messages import HumanMessage, SystemMessage
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, anchors, engine_pool
+from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.errors import AnchorTooLarge, BadKvCache, CallRefused, EngineDead
 from langgraph_pingpong.evictions import Evictions
@@ -218,6 +219,11 @@ class TestSettings:
     def test_a_cpu_has_no_second_tier(self) -> None:
         with pytest.raises(BadKvCache, match="for GPUs"):
             engine_pool(devices=["cpu:0"], kv_offloading_size=2.0)
+
+    def test_the_second_tier_is_vllms_own(self) -> None:
+        config = EngineConfig("org/model", parse_devices(["cuda:0"]), kv_offloading_size=8.0)
+        assert config.vllm_args["kv_offloading_size"] == 8.0
+        assert "kv_pool_ratio" not in config.vllm_args
 
     def test_the_share_reaches_the_cap(self) -> None:
         with ChatPingPong(devices=["fake:0"], kv_pool_ratio=0.5, max_model_len=1000) as model:
