@@ -131,7 +131,7 @@ def _lay_out_level(task: _Task, prefix: str, ports: Sequence[_Port]) -> _Level:
     children = list(dict.fromkeys(_child(name, prefix) for name in task.sizes if name.startswith(prefix)))
     links, backwards = _links(task, prefix, children, ports)
     inner = {
-        child: _lay_out_level(task, f"{child}:", _ports(task, child, links, backwards))
+        child: _lay_out_level(task, f"{child}:", _ports(task, child, links))
         for child in children
         if child not in task.sizes
     }
@@ -220,7 +220,7 @@ def _backwards(children: Iterable[str], pairs: Mapping[int, tuple[str, str]]) ->
     return found
 
 
-def _ports(task: _Task, child: str, links: Sequence[Link], backwards: set[int]) -> list[_Port]:
+def _ports(task: _Task, child: str, links: Sequence[Link]) -> list[_Port]:
     """The ports of a subgraph: its edges to and from elsewhere, in the directions that they have there."""
     ports = []
     for link in links:
