@@ -43,10 +43,10 @@ class Layout:
 
 def lay_out(sizes: Mapping[str, Size], edges: Sequence[tuple[str, str]], labels: Sequence[Size]) -> Layout:
     """A place for every node and edge. A node's id names the subgraphs around it: 'outer:inner'."""
-    loops: dict[str, float] = {}
-    for (source, target), (width, _) in zip(edges, labels, strict=True):
+    loops: dict[str, Size] = {}
+    for (source, target), (width, height) in zip(edges, labels, strict=True):
         if source == target:
-            loops[source] = max(loops.get(source, 0.0), LOOP + width)
+            loops[source] = LOOP + width, height
     level = _lay_out_level(_Task(sizes, edges, labels, loops), "", [])
     layout = Layout(level.width, level.height, level.boxes, level.subgraphs)
     ways = _leave_ports(level)
@@ -97,7 +97,7 @@ class _Task:
     sizes: Mapping[str, Size]
     edges: Sequence[tuple[str, str]]
     labels: Sequence[Size]
-    loops: Mapping[str, float]
+    loops: Mapping[str, Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,9 @@ def _resized(box: Box, size: Size) -> Box:
 
 
 def _size(task: _Task, name: str) -> Size:
-    width, height = task.sizes[name]
-    return width + 2 * task.loops.get(name, 0.0), height
+    """The room that a node takes, with the loops beside it."""
+    (width, height), (beside, loop_height) = task.sizes[name], task.loops.get(name, (0.0, 0.0))
+    return width + 2 * beside, max(height, loop_height)
 
 
 def _title_width(prefix: str) -> float:
