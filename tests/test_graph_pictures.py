@@ -28,6 +28,7 @@ from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, agent_node,
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import ConfigError, NotATrace
 from langgraph_pingpong.trace import Event
+from langgraph_pingpong.viz.graph_image import loop_path
 from langgraph_pingpong.viz.graph_layout import Layout, Route, lay_out
 from langgraph_pingpong.viz.graph_parts import Edge, Picture, picture_of
 from langgraph_pingpong.viz.graph_rows import Box
@@ -381,6 +382,13 @@ def test_edges_pass_nodes_and_end_at_their_own(drawing: Any) -> None:
                 assert all(apart(box, Box(*point, 0, 0)) for point in on_the_way(layout, number))
         for name, point in ((before, layout.routes[number].points[0]), (after, layout.routes[number].points[-1])):
             assert within(Box(*point, 0, 0), layout.boxes[name])
+
+
+def test_the_label_of_a_loop_stands_beside_its_curve() -> None:
+    layout = lay_out({"a": (90.0, 44.0)}, [("a", "a")], [(80.0, 50.0)])
+    (loop,) = layout.routes.values()
+    assert layout.boxes["a"].x + 45 < loop_path(loop.points).get_extents().x1 + 3 < loop.label[0]
+    assert loop.label[0] + 80 <= layout.width
 
 
 # -- the command -----------------------------------------------------------------------------------------------

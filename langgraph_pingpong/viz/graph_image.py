@@ -146,7 +146,7 @@ def _draw_edge(axes: Axes, edge: Edge, route: Route) -> None:
     else:
         corners = [(x, y), (x - side, y - way * head), (x + side, y - way * head)]
         points[-1] = (x, y - way * head * 0.8)
-    path = _loop_path(points) if is_loop else _path(points)
+    path = loop_path(points) if is_loop else _path(points)
     _draw_line(axes, PathPatch(path, fill=False), edge.prompt_source, edge.conditional)
     axes.add_patch(Polygon(corners, closed=True, facecolor=style.colour, linewidth=0))
 
@@ -171,7 +171,8 @@ def _path(points: Sequence[Point]) -> Any:
     return Path(vertices, codes)
 
 
-def _loop_path(points: Sequence[Point]) -> Any:
+def loop_path(points: Sequence[Point]) -> Any:
+    """Out of a node's side and back, by way of the point beside it."""
     from matplotlib.path import Path
 
     (x, low), (reach, _), (_, high) = points

@@ -63,7 +63,7 @@ def lay_out(sizes: Mapping[str, Size], edges: Sequence[tuple[str, str]], labels:
 def _loop(box: Box) -> Route:
     right, reach = box.x + box.width / 2, box.height / 3
     points = (right, box.y + reach), (right + LOOP / 2, box.y), (right, box.y - reach)
-    return Route(points, (right + LOOP / 2 + 4, box.y))
+    return Route(points, (right + LOOP - 2, box.y))
 
 
 def _leave_ports(level: _Level) -> dict[int, list[Point]]:
