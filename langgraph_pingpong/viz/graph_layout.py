@@ -252,6 +252,9 @@ def _join(level: _Level, link: Link, inner: Mapping[str, _Level], boxes: Mapping
     """The whole way of a link: what lies in the subgraph above, what lies here, what lies in the one below."""
     above, upper = _end(link, link.upper, 0, inner, boxes)
     below, lower = _end(link, link.lower, 1, inner, boxes)
+    for way, item in ((above, link.upper), (below, link.lower)):
+        if isinstance(item, _Port):  # straight past what stands beside it
+            way[:] = [(boxes[item].x, y) for y in rows.bands[item]]
     if link.upper in inner:
         above.append((above[-1][0], rows.bands[link.upper][1]))
     if link.lower in inner:
