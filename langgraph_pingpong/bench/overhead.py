@@ -2,12 +2,14 @@
 
     python -m langgraph_pingpong.bench.overhead --runs 20 --output docs/results/overhead
     python -m langgraph_pingpong.bench.overhead --tracing --runs 15 --output docs/results/overhead-tracing
+    python -m langgraph_pingpong.bench.overhead --tracing --token-ms 8.6 --only 2 --output docs/results/overhead-paced
 
 writes OUTPUT.jsonl, a line a run, and OUTPUT.md, a summary made from it. The engines compute nothing; they pause before
 their first token, with edges off and on, so that plans are ready by then as they are behind a real prefill. What is
 left is the program's own time: of a call (without the pause), of a streamed token, and of the processor. The graphs
 have learned before the first run that counts. One token is one byte. With `--tracing`, edges are on, and the trace is
-heard by nobody, or written to a file, made into spans and counted in metrics, all at once.
+heard by nobody, or written to a file, made into spans and counted in metrics, all at once. With `--token-ms` answers
+take their time, so that shares of the end to end time are those of an engine as fast as that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import platform
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -58,13 +60,15 @@ Line = dict[str, Any]
 class Case:
     """A chain of nodes: tokens of each prompt besides the answer before it, tokens of each answer.
 
-    With `messages` the state is a list that begins with that many, and every prompt holds all of it.
+    With `messages` the state is a list that begins with that many, and every prompt holds all of it. Each token of an
+    answer takes `token_ms` milliseconds.
     """
 
     nodes: int
     prompt: int
     answer: int
     messages: int = 0
+    token_ms: float = 0.0
 
     @property
     def pause_s(self) -> float:
@@ -99,14 +103,15 @@ class IdleEngine(FakeEngine):
     """Gives prepared answers in turn, each after a pause, and computes nothing."""
 
     pause_s: float = 0.0
+    token_s: float = 0.0
     answers: Iterator[list[Delta]] = field(default_factory=lambda: itertools.repeat([]))
 
     async def _compute(self, request: Request) -> int:
         return 0
 
     async def spend(self, seconds: float) -> None:
-        """Take no time."""
-        await asyncio.sleep(0)
+        """Take the time of a token."""
+        await asyncio.sleep(self.token_s)
 
     def _deltas(self, request: Request) -> list[Delta]:
         return next(self.answers)
@@ -138,7 +143,9 @@ def idle_engine(device: str, tokenizer: Any, case: Case) -> IdleEngine:
         for text in texts
     ]
     rest = itertools.cycle(answers)
-    return IdleEngine(device, tokenizer, max_model_len=CONTEXT, pause_s=case.pause_s, answers=rest)
+    return IdleEngine(
+        device, tokenizer, max_model_len=CONTEXT, pause_s=case.pause_s, token_s=case.token_ms / 1000, answers=rest
+    )
 
 
 def build(model: Any, case: Case) -> Any:
@@ -241,6 +248,12 @@ def summary(lines: Sequence[Line]) -> str:
     return tracing_summary(setup, runs) if setup.get("tracing") else edges_summary(setup, runs)
 
 
+_IN_NO_TIME = (
+    ": the more the longer the answers, since engines that compute nothing say them in no time. What a traced token "
+    "costs more is below; on a real engine, hold it against the time that a token takes there"
+)
+
+
 def tracing_summary(setup: Run, runs: Sequence[Line]) -> str:
     """What tracing costs, against the same with nobody listening."""
     both = compared(runs, "e2e_ms", TRACING).values()
@@ -250,10 +263,9 @@ def tracing_summary(setup: Run, runs: Sequence[Line]) -> str:
         "Edges on, in both columns. `on`: nobody listens to the trace. `traced`: every event goes to a file, as a line "
         "of JSON, and into OpenTelemetry spans, which the SDK's batch processor writes as JSON to nowhere, and into "
         f"Prometheus metrics. {_how(setup)}, alternating; the overhead is the difference of the medians.",
-        f"Of the end to end time, which holds the pauses, tracing takes {min(shares):+.1%} to {max(shares):+.1%}: the "
-        "more the longer the answers, since engines that compute nothing say them in no time. What a traced token "
-        "costs more is below; on a real engine, hold it against the time that a token takes there. Where the load is "
-        "above 1, other programs used the cores too.",
+        f"Of the end to end time, which holds the pauses, tracing takes {min(shares):+.1%} to {max(shares):+.1%}"
+        f"{'' if setup.get('token_ms') else _IN_NO_TIME}. Where the load is above 1, other programs used the cores "
+        "too.",
     ]
     for figure, title in ALL_FIGURES.items():
         parts += [f"## {title.capitalize()}", _figure_table(runs, figure, TRACING)]
@@ -290,8 +302,9 @@ def _head(title: str, setup: Run, runs: Sequence[Line]) -> list[str]:
 
 
 def _how(setup: Run) -> str:
+    paced = f"Each token of an answer takes {setup['token_ms']} ms. " if setup.get("token_ms") else ""
     return (
-        f"Each engine pauses before its first token, {PAUSE_S[0]} s and {PAUSE_S[1] * 1e6:.0f} "
+        f"{paced}Each engine pauses before its first token, {PAUSE_S[0]} s and {PAUSE_S[1] * 1e6:.0f} "
         "us for each token of the prompt, which is not counted. Median and 95th "
         f"percentile of {setup['runs']} runs"
     )
@@ -329,12 +342,17 @@ def main(
     runs: Annotated[int, typer.Option(min=1, help="compared runs of each case: one with edges off, one on")] = 20,
     only: Annotated[int | None, typer.Option(min=1, help="how many of the cases, from the first")] = None,
     tracing: Annotated[bool, typer.Option("--tracing", help="measure what tracing costs, with edges on")] = False,
+    token_ms: Annotated[float, typer.Option(min=0, help="how long the engines take for a token of an answer")] = 0.0,
 ) -> None:
     """Measure what streaming edges cost, or tracing them, and write down every run."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    options = (
+        "--tracing " * tracing + (f"--token-ms {token_ms} " if token_ms else "") + (f"--only {only} " if only else "")
+    )
     setup = {
-        "command": f"python -m {MODULE} {'--tracing ' * tracing}--runs {runs} --output {output}",
+        "command": f"python -m {MODULE} {options}--runs {runs} --output {output}",
         "tracing": tracing,
+        "token_ms": token_ms,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),
@@ -344,7 +362,7 @@ def main(
     lines: list[Line] = [{"setup": setup}]
     cases, modes = (TRACED_CASES, TRACING) if tracing else (CASES, MODES)
     for case in track(cases[:only], description="cases"):
-        lines += runs_of(case, runs, modes)
+        lines += runs_of(replace(case, token_ms=token_ms), runs, modes)
         write_lines(output.with_suffix(".jsonl"), lines)
     text = summary(lines)
     output.with_suffix(".md").write_text(text, encoding="utf-8")
