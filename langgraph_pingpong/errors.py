@@ -16,6 +16,7 @@
     │   ├── UnknownParser
     │   ├── EngineNotInstalled
     │   ├── ExporterNotInstalled
+    │   ├── NixlNotInstalled
     │   ├── MissingMainGuard
     │   ├── NotEnoughMemory
     │   ├── BadKvCache
