@@ -217,7 +217,7 @@ class TestAHandle:
 
 def test_a_source_killed_in_mid_transfer(model: ChatPingPong) -> None:
     """The prompt is computed; the engine comes back, and gives KV again."""
-    ids = ids_of(model, read_text("document.md"))[7:519]
+    ids = ids_of(model, read_text("document.md") * 3)[7 : 7 + 1536]  # so long that a read of 10 ms is not at its end
     right = on(model, answer(model, 0, ids))
     pool = model._serving().pool
     port, victims = pool.engines[1].kv, processes_of(pool.engines[0])
@@ -243,7 +243,7 @@ def test_a_source_killed_in_mid_transfer(model: ChatPingPong) -> None:
     first = on(model, answer(model, 0, ids))
     back = on(model, answer(model, 1, ids))
     assert first["ids"] == back["ids"] == right["ids"]
-    assert back["pulled"] == 512 - BLOCK
+    assert back["pulled"] == 1536 - BLOCK
 
 
 def processes_of(engine: Any) -> list[psutil.Process]:
