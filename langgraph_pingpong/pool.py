@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -217,6 +218,7 @@ class EnginePool:
         """Which engines are up, and who is told of it."""
         self.evictions = EvictionWatch(self.engines, self.health.lives)
         """What each engine had cached and lost."""
+        self._computed = partial(_note_computed, self._placement, self.evictions)  # without the pool: no circle
         self.anchors = Anchors(self.engines, self.health, kv_pool_ratio, self._computed)
         """The beginnings of prompts that stay cached."""
         self.kv = KvTransfer(self.engines, self._placement, self.health)
@@ -318,10 +320,6 @@ class EnginePool:
         """How many runs of graphs may still call the model. May be asked from any thread."""
         return 0 if self.closed else sum(run.is_open for run in tuple(self.runs.values()))
 
-    def _computed(self, index: int, ids: Sequence[int], salt: str | None) -> None:
-        self._placement.computed(index, ids, salt)
-        self.evictions.of(index).computed(ids, salt)
-
     def memory(self) -> list[dict[str, Any]]:
         """What is known of each engine's KV cache, in tokens: how much it holds, anchors, and what was evicted."""
         return [
@@ -373,6 +371,13 @@ class EnginePool:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Engines are not copied: a copy of whatever holds the pool shares it."""
         return self
+
+
+def _note_computed(
+    placement: Placement, evictions: EvictionWatch, index: int, ids: Sequence[int], salt: str | None
+) -> None:
+    placement.computed(index, ids, salt)
+    evictions.of(index).computed(ids, salt)
 
 
 def _shut_down(engines: Sequence[Engine], health: Health, loop: LoopThread) -> None:

@@ -12,8 +12,8 @@ from IPython.display import Image, Markdown, display
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.bench.document import Block, Heading, Table, to_markdown
 from langgraph_pingpong.bench.groups import Compared
-from langgraph_pingpong.bench.timeline import median_run, spans
-from langgraph_pingpong.viz.figures import timeline
+from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.viz.timeline_png import draw
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,11 +47,8 @@ def table_under(blocks: Sequence[Block], title: str) -> None:
 def timelines(compared: Compared, modes: Sequence[str]) -> None:
     """Show the median run of each mode, one above the other on the same scale."""
     runs = {group.mode: median_run(group.runs) for group in compared.groups if group.mode in modes}
-    longest = max(run["e2e_ms"] for run in runs.values())
-    for mode in modes:
-        figure = timeline(spans(runs[mode]), f"{mode}, the median run ({runs[mode]['e2e_ms']:,.0f} ms)")
-        figure.axes[0].set_xlim(0, longest)
-        show_figure(figure)
+    titles = {mode: f"{mode}, the median run ({runs[mode]['e2e_ms']:,.0f} ms)" for mode in modes}
+    show_figure(draw([timeline(runs[mode], titles[mode]) for mode in modes]))
 
 
 def show_figure(figure: Figure) -> None:

@@ -70,8 +70,8 @@ def shown(notebook: Any, kind: str) -> list[str]:
 
 
 def assert_shows_the_results(notebook: Any) -> None:
-    """Three pictures and three tables, the tables being those of the committed report."""
-    assert [len(picture) > 10_000 for picture in shown(notebook, "image/png")] == [True] * 3
+    """Two pictures and three tables, the tables being those of the committed report."""
+    assert [len(picture) > 10_000 for picture in shown(notebook, "image/png")] == [True] * 2
     report = (ROOT / "docs" / "results" / "h200x2" / "long-prefill-14b.md").read_text(encoding="utf-8")
     tables = [table.strip() for table in shown(notebook, "text/markdown")]
     assert len(tables) == 3
