@@ -114,7 +114,7 @@ class TestRealEngines:
         assert len(certificates) == len(THREE) * self.RUNS
         assert all(each["ids_equal"] for each in certificates)
         assert {each["device"] for each in certificates} == set(DEVICES)
-        assert any(each["static"] for each in certificates)
+        assert any(each["source"] for each in certificates), "edges were open, though on busy CPUs nothing is prefilled"
         assert [engine.num_unfinished for engine in real_model._serving().pool.engines] == [0, 0]
 
     @staticmethod
