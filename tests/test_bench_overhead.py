@@ -50,7 +50,7 @@ def test_tracing_is_held_against_nobody_listening(tmp_path: Path, monkeypatch: p
 COMMITTED = Path(__file__).parent.parent / "docs" / "results"
 
 
-@pytest.mark.parametrize("name", ["overhead", "overhead-tracing"])
+@pytest.mark.parametrize("name", ["overhead", "overhead-tracing", "overhead-paced"])
 def test_the_committed_summary_is_made_from_the_file_beside_it(name: str) -> None:
     lines = [json.loads(line) for line in (COMMITTED / f"{name}.jsonl").read_text().splitlines()]
     assert (COMMITTED / f"{name}.md").read_text() == overhead.summary(lines)
