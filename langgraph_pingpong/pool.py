@@ -65,7 +65,8 @@ class Lease:
         await self.bring(request)
         self._pool._placement.computed(self.index, request.prompt_token_ids, request.cache_salt)
         with self._pool._first[self.index].one_more() as through:
-            async with aclosing(self._generate(request)) as deltas:
+            known = self._pool.evictions.of(self.index).computed_before(request.prompt_token_ids, request.cache_salt)
+            async with aclosing(self._generate(request, known)) as deltas:
                 async for delta in deltas:
                     if self.engine.piece_tokens:  # from now on its steps carry prefills along
                         through()
@@ -78,13 +79,13 @@ class Lease:
         """
         await self._pool._first[self.index].are_through()
 
-    async def _generate(self, request: Request) -> AsyncGenerator[Delta]:
+    async def _generate(self, request: Request, known: int = 0) -> AsyncGenerator[Delta]:
+        """The engine's answer; `known` tokens of the prompt were computed there before."""
         index = self.index
         ids, salt = request.prompt_token_ids, request.cache_salt
         said: list[int] = []
         before: float | None = None
         watch = self._pool.evictions.of(index)
-        known = watch.computed_before(ids, salt)
         began = time.monotonic()
         with self._pool.health.watching(index):
             async with aclosing(self.engine.generate(request)) as deltas:

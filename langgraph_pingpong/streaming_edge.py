@@ -19,9 +19,6 @@ UNCLAIMED_AFTER_S = 30.0
 LARGEST_PIECE = 2048
 """Tokens of an append at most, also where nothing else runs: an answer that comes meanwhile waits for the piece."""
 
-LARGEST_WHERE_SLOW = 256
-"""The same where steps carry nothing along for free, as on CPUs: half a second there for a model of 135M."""
-
 
 @dataclass(frozen=True, slots=True)
 class Upcoming:
@@ -106,8 +103,8 @@ class StreamingEdge:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was sent yet."""
-        return not self._sent and self._speculation is None
+        """Whether the device has nothing for this prompt yet."""
+        return not self._sent and self._speculation is None and not self.lease.pulled
 
     # -- the prompt grows ----------------------------------------------------------------------------------
 
@@ -160,8 +157,8 @@ class StreamingEdge:
     def _next_append(self) -> int:
         """Up to which token the next append goes: in whole blocks, since only those are reused, and not too many."""
         engine = self.lease.engine
-        largest = LARGEST_PIECE if engine.piece_tokens else LARGEST_WHERE_SLOW
-        piece = engine.piece_tokens if engine.num_unfinished and engine.piece_tokens else largest
+        beside = engine.piece_tokens if engine.num_unfinished else 0
+        piece = beside or LARGEST_PIECE  # 0: what runs there carries nothing along, and is no answer
         # What is cached is found by the first append only, and costs nothing there: later pieces are computed.
         begun = self._sent or self._held
         end = min(len(self.upcoming.prompt.ids), begun + max(piece, engine.block_size))
