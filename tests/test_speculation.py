@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from langgraph_pingpong import EnginePool, FakeEngine
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
+from langgraph_pingpong.evictions import Evictions
 from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.speculation import Speculation
 from langgraph_pingpong.tokens import ChatTemplate
@@ -93,6 +94,20 @@ class TestAnswersBegunAhead:
         for task in ("One.", "Another task, which is longer.", "And a third one."):
             graph.invoke({"task": task})
         assert record.certificate("critic")["ready"] > 0
+
+    def test_are_not_looked_up_block_by_block(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One may be begun with each word of an upstream, and a prompt has many blocks."""
+        looked: list[int] = []
+        known = Evictions.computed_before
+        monkeypatch.setattr(Evictions, "computed_before", lambda *args: (looked.append(1), known(*args))[1])
+        model = lab.model()
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        for _ in range(3):
+            graph.invoke(TASK)
+        assert record.named("speculation.started")
+        asked = [event.data["certificate"]["ready"] for event in record.named("finish")]
+        assert len(looked) == sum(not ready for ready in asked), "calls that no begun answer served"
 
     def test_that_fail_leave_the_answer_to_the_call(self, lab: Lab) -> None:
         model = lab.model()
