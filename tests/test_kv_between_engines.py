@@ -236,7 +236,7 @@ def test_a_source_killed_in_mid_transfer(model: ChatPingPong) -> None:
     finally:
         port.pull = pull  # type: ignore[union-attr, method-assign]
     assert given["ids"] == right["ids"]
-    assert set(kv_of(model).counts) <= {"lost", "pulled"}  # on a busy machine the read may be over by then
+    assert list(kv_of(model).counts) in (["lost"], ["pulled"])  # on a busy machine the read may be over by then
     lives = pool.health.lives[0]
     model.reset_prefix_cache()  # which notices the end of the engine
     wait_until(lambda: pool.health.lives[0] > lives, 240.0, "return of the engine")
