@@ -42,31 +42,31 @@ class Waiting:
     args: Mapping[str, Any]
     tell: Tell
     begun: bool = False
-    _told: str = ""
-    _written: str = ""
+    _told: list[str] = field(default_factory=list)
+    _written: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def piece(self, text: str) -> None:
         """The tool said more of its result."""
         with self._lock:
-            self._told += text
+            self._told.append(text)
             self.tell(self.id, text, False)
 
     def wrote(self, value: Any) -> None:
         """The tool wrote something to the stream, which may be of its result."""
         if not isinstance(value, str):
             return
-        self._written += value
+        self._written.append(value)
         if _WRITES_RESULT.get(self.name):
             self.piece(value)
 
     def returned(self, text: str | None) -> None:
         """The tool is over; None if its result is no text."""
         with self._lock:
-            if self._written:
-                _note_writer(self.name, text is not None and text.startswith(self._written))
-            right = text is not None and text.startswith(self._told)
-            self.tell(self.id, text[len(self._told) :] if text is not None and right else None, True)
+            written, told = "".join(self._written), "".join(self._told)
+            if written:
+                _note_writer(self.name, text is not None and text.startswith(written))
+            self.tell(self.id, text[len(told) :] if text is not None and text.startswith(told) else None, True)
 
 
 _WRITES_RESULT: dict[str, bool] = {}
