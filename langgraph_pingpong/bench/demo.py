@@ -12,28 +12,37 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
 import typer
 from rich.progress import track
 
-from langgraph_pingpong.bench.common import MODES, alternate, circumstances, table, told, write_lines
+from langgraph_pingpong.bench.common import (
+    MODES,
+    EngineArgs,
+    ModelName,
+    Output,
+    alternate,
+    circumstances,
+    table,
+    told,
+    write_lines,
+)
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 
 
 def main(  # noqa: PLR0913 - a parameter an option
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     runs: Annotated[int, typer.Option(min=1, help="compared runs: one with edges off and one with edges on")] = 5,
     devices: Annotated[str, typer.Option(help="comma-separated; empty: what the machine has")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     seed: Annotated[int, typer.Option()] = 42,
     max_tokens: Annotated[int, typer.Option(min=4, help="of the first four agents; the last gets a quarter")] = 256,
     brief_tokens: Annotated[int, typer.Option(help="of each agent's brief")] = 768,
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
-    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
+    model: ModelName = "",
+    engine_args: EngineArgs = "{}",
 ) -> None:
     """Run the demo graph with edges off and on, alternating, and write down every run."""
     names = devices.split(",") if devices else list(default_devices())

@@ -25,7 +25,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import ChatGeneration, LLMResult
 from typing_extensions import TypedDict
 
-from langgraph_pingpong.bench.common import MODES, alternate, circumstances, table, told
+from langgraph_pingpong.bench.common import MODES, EngineArgs, ModelName, Output, alternate, circumstances, table, told
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 
@@ -52,7 +52,7 @@ class _State(TypedDict, total=False):
 
 
 def main(  # noqa: PLR0913 - a parameter an option
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     runs: Annotated[int, typer.Option(min=1, help="compared runs in each mode: one with edges off and one on")] = 100,
     minutes: Annotated[
         float, typer.Option(help="begin no more runs of a mode after so long; engines' start aside")
@@ -63,8 +63,8 @@ def main(  # noqa: PLR0913 - a parameter an option
     max_tokens: Annotated[int, typer.Option(min=4, help="of each answer")] = 32,
     brief_tokens: Annotated[int, typer.Option(help="of each agent's brief")] = 220,
     max_model_len: Annotated[int, typer.Option(help="in tokens; 0: the model's own")] = 2048,
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
-    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
+    model: ModelName = "",
+    engine_args: EngineArgs = "{}",
     more: Annotated[bool, typer.Option("--more", help="go on with OUTPUT.jsonl")] = False,
 ) -> None:
     """Compare answers with edges off and on, in both modes of `exact`, and write down every run."""

@@ -16,14 +16,23 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
 
 import typer
 from rich.progress import track
 
-from langgraph_pingpong.bench.common import MODES, alternate, circumstances, table, told, write_lines
+from langgraph_pingpong.bench.common import (
+    MODES,
+    EngineArgs,
+    ModelName,
+    Output,
+    alternate,
+    circumstances,
+    table,
+    told,
+    write_lines,
+)
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 
@@ -31,7 +40,7 @@ QUESTION = "Name three animals of tide pool number {}, and say in a sentence eac
 
 
 def main(  # noqa: PLR0913 - a parameter an option
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     rounds: Annotated[int, typer.Option(min=1, help="with edges off and with edges on")] = 5,
     chains: Annotated[int, typer.Option(min=1, help="at once")] = 4,
     every_s: Annotated[float, typer.Option(help="mean time between foreground requests, in seconds")] = 0.7,
@@ -39,8 +48,8 @@ def main(  # noqa: PLR0913 - a parameter an option
     brief_tokens: Annotated[int, typer.Option(help="of each agent's brief")] = 400,
     max_tokens: Annotated[int, typer.Option(min=4, help="of the first four agents")] = 32,
     devices: Annotated[str, typer.Option(help="comma-separated; empty: what the machine has")] = "",
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
-    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
+    model: ModelName = "",
+    engine_args: EngineArgs = "{}",
     seed: Annotated[int, typer.Option()] = 42,
 ) -> None:
     """Measure foreground requests beside chains with edges off and on."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-from langgraph_pingpong.bench.common import circumstances, table, told, write_lines
+from langgraph_pingpong.bench.common import EngineArgs, ModelName, Output, circumstances, table, told, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
 from langgraph_pingpong.engines.base import Request
@@ -27,13 +26,13 @@ from langgraph_pingpong.pool import EnginePool
 
 
 def main(  # noqa: PLR0913 - a parameter an option
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "128,256,512,1024,2048,3008",
     rounds: Annotated[int, typer.Option(min=2, help="of each length, half of them in each direction")] = 4,
     devices: Annotated[str, typer.Option(help="two, comma-separated; empty: the machine's first")] = "",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
-    engine_args: Annotated[str, typer.Option(help="more of vLLM's engine arguments, as a JSON object")] = "{}",
+    model: ModelName = "",
+    engine_args: EngineArgs = "{}",
 ) -> None:
     """Time reads of KV at different lengths of the prompt."""
     places = devices.split(",") if devices else list(default_devices())

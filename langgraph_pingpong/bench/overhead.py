@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 from typing_extensions import TypedDict
 
-from langgraph_pingpong.bench.common import MODES, machine, table, versions, write_lines
+from langgraph_pingpong.bench.common import MODES, Output, machine, table, versions, write_lines
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer, pseudo_words
@@ -338,7 +338,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     runs: Annotated[int, typer.Option(min=1, help="compared runs of each case: one with edges off, one on")] = 20,
     only: Annotated[int | None, typer.Option(min=1, help="how many of the cases, from the first")] = None,
     tracing: Annotated[bool, typer.Option("--tracing", help="measure what tracing costs, with edges on")] = False,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
@@ -26,7 +25,7 @@ from langchain_core.tools import tool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 
-from langgraph_pingpong.bench.common import MODES, alternate, circumstances, table, told, write_lines
+from langgraph_pingpong.bench.common import MODES, ModelName, Output, alternate, circumstances, table, told, write_lines
 from langgraph_pingpong.bench.texts import Library
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
@@ -117,7 +116,7 @@ class Scene:
 
 
 def main(  # noqa: PLR0913 - a parameter an option
-    output: Annotated[Path, typer.Option(help="where to write, without an ending")],
+    output: Output,
     cells: Annotated[
         str, typer.Option(help="kind:seconds that the tool takes, comma-separated")
     ] = "streams:1,new prompt:1,streams:3,at its end:1",
@@ -125,7 +124,7 @@ def main(  # noqa: PLR0913 - a parameter an option
     runs: Annotated[int, typer.Option(min=1, help="of each cell and mode, beside one to warm up")] = 3,
     devices: Annotated[str, typer.Option(help="comma-separated; empty: the machine's")] = "",
     dtype: Annotated[str, typer.Option()] = "float32",
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; empty: the default model")] = "",
+    model: ModelName = "",
 ) -> None:
     """Time the first token after a tool, with edges off and on."""
     places = devices.split(",") if devices else default_devices()
