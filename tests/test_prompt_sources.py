@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
 from langgraph_pingpong.edges.book import _walk
+from langgraph_pingpong.edges.tool_results import listen
 from langgraph_pingpong.errors import ConfigError
 from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
@@ -561,6 +562,7 @@ class TestDryRun:
         self, model: ChatPingPong, asynchronous: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """They go past the public methods, where a rehearsal is answered; its guard stops them before that."""
+        listen(object(), [], lambda *_: None)()  # from now on every run in this process has a handler of tools
         model = model.model_copy(update={"speculate": False})
 
         def prompt(state: State) -> Any:

@@ -110,11 +110,6 @@ def state_of(task: RunningTask) -> Mapping[str, Any]:
     }
 
 
-def run_of(config: RunnableConfig) -> object | None:
-    """What every task of a run shares, the same as a task's `owner`; None outside a graph."""
-    return getattr(config.get("configurable", {}).get("__pregel_runtime"), "control", None)
-
-
 def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
     """Call back when the run of the task's own graph is over: LangGraph leaves its loop then, or lets go of it.
 

@@ -1,4 +1,4 @@
-"""The private names of LangGraph that have to do with what a graph and its tools write to their streams.
+"""The private names of LangGraph that have to do with what a graph and its tools say, and in which run.
 
 A second part of langgraph_internals.py, under the same version guard: a task comes from there.
 """
@@ -14,6 +14,11 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import var_child_runnable_config
 
 from langgraph_pingpong.edges.tasks import RunningTask
+
+
+def run_of(config: RunnableConfig) -> object | None:
+    """What every task of a run shares, the same as a task's `owner`; None outside a graph."""
+    return getattr(config.get("configurable", {}).get("__pregel_runtime"), "control", None)
 
 
 def custom_stream(task: RunningTask) -> Callable[[Any], None]:

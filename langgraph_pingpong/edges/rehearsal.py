@@ -20,6 +20,8 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import set_config_context
 from langsmith import tracing_context
 
+from langgraph_pingpong.edges.tool_results import hear_nothing
+
 
 class _Ended(BaseException):
     """Ends a rehearsal; not an Exception, so that a node's own handlers, retries and fallbacks let it pass."""
@@ -90,6 +92,7 @@ def rehearse(
     """
     rehearsal = Rehearsal(answers)
     REHEARSAL.set(rehearsal)
+    hear_nothing()  # what is rehearsed is no tool that somebody waits for
     guarded: RunnableConfig = {**config, "callbacks": [_Guard()]}
     result = _NOTHING
     with tracing_context(enabled=False), set_config_context(guarded) as context, contextlib.suppress(_Ended):

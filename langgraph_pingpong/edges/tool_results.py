@@ -22,8 +22,7 @@ from langchain_core.runnables.config import ensure_config
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langgraph_pingpong.edges.langgraph_internals import run_of
-from langgraph_pingpong.edges.langgraph_streams import tee_output_deltas
+from langgraph_pingpong.edges.langgraph_streams import run_of, tee_output_deltas
 from langgraph_pingpong.errors import ConfigError
 
 MAX_TOOLS = 1024
@@ -163,6 +162,11 @@ class ToolWatch(BaseCallbackHandler):
 
 
 _WATCH: ContextVar[ToolWatch | None] = ContextVar("langgraph_pingpong_tool_watch", default=ToolWatch())  # noqa: B039
+
+
+def hear_nothing() -> None:
+    """Let the watch hear no tool that runs in this context."""
+    _WATCH.set(None)
 
 
 @functools.cache
