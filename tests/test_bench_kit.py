@@ -48,7 +48,7 @@ def test_every_mode_runs_and_is_written(tmp_path: Path) -> None:
     many = [name for name, mode in MODES.items() if mode.many]
     assert Counter(run["mode"] for run in results.counted) == {name: 1 + (name in many) for name in MODES}
     assert {(run["mode"], run["chains"]) for run in results.runs if run["chains"] > 1} == {(name, 2) for name in many}
-    assert list(results.sessions[0]["sets"]) == ["one", "pair", "tp2"]
+    assert list(results.sessions[0]["sets"]) == ["one", "pair", "tp2", "pair+kv_transfer"]
     by_mode = {run["mode"]: run for run in results.runs if run["chains"] == 1}
     prefilled = {name: sum(a["static"] + a["streamed"] for a in run["agents"]) for name, run in by_mode.items()}
     assert all(prefilled[name] == 0 for name, mode in MODES.items() if not mode.overlaps)

@@ -75,6 +75,7 @@ MODES: Mapping[str, Mode] = {
         Mode("dp2-cold", "pair", _OFF, cache="never", many=True),
         Mode("dp2-serial", "pair", _OFF, many=True),
         Mode("pingpong-many", "pair", _ON, many=True),
+        Mode("pingpong-kv", "pair", _ON, many=True, built_with=(("kv_transfer", True),)),
         Mode("tp2-many", "tp2", _OFF, many=True),
     )
 }
