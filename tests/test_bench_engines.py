@@ -35,6 +35,16 @@ def test_foreground_requests_are_measured_beside_chains(tmp_path: Path) -> None:
     rounds[0]["requests"] = [[1000.0, 1010.0]] * 50
     assert "| off | " in foreground.summary([setup, *rounds])
     assert "| 1000 | 1000 | 1000 |" in foreground.summary([setup, rounds[0], rounds[1]])
+    assert rounds[1]["tokens"]["static"] > 0 == rounds[0]["tokens"]["static"]  # type: ignore[index]
+
+
+def test_an_interval_tells_chance_from_a_difference() -> None:
+    steady = [({"chains_ms": 100.0}, {"chains_ms": 110.0})] * 8
+    assert foreground._ratio(steady, foreground._chains) == ["1.10", "1.10", "1.10"]
+    noisy = [({"chains_ms": 100.0 + n}, {"chains_ms": 200.0 - n}) for n in range(0, 101, 10)]
+    ratio, least, most = map(float, foreground._ratio(noisy, foreground._chains))
+    assert ratio == 1.0
+    assert least < 0.9 and most > 1.1
 
 
 def test_reading_kv_is_timed_beside_computing_it(tmp_path: Path) -> None:

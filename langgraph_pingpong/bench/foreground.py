@@ -6,6 +6,10 @@ Chains of the demo graph run at once on the engines. Beside them requests that b
 moments, seeded. Their time to first token and the gaps between their tokens are kept, each one. `--kv-blocks` makes
 the KV cache so small that the chains alone fill it. Rounds alternate between edges off and on; caches are emptied
 before each.
+
+Whether a difference is more than chance is told by a bootstrap over pairs of rounds: 95 of 100 collections of as many
+pairs, drawn with replacement, have a ratio within the interval (Efron & Tibshirani, An Introduction to the Bootstrap,
+ch. 13, the percentile interval).
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import fmean, quantiles
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +40,18 @@ from langgraph_pingpong.bench.common import (
 )
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import default_devices
+from langgraph_pingpong.trace import Event
+
+PERCENTS = (50, 95, 99)
+
+Rounds = Sequence[dict[str, Any]]
+Figure = Callable[[Rounds], float]
+
+DRAWS = 1000
+"""Collections of rounds that an interval is told from."""
+
+COUNTED = ("prompt_tokens", "static", "streamed", "wasted", "lost")
+"""Of the certificates of a round, the tokens that are summed up."""
 
 QUESTION = "Name three animals of tide pool number {}, and say in a sentence each how they live there."
 
@@ -84,13 +101,17 @@ async def _round(
     work = asyncio.gather(*(graph.ainvoke({"task": task, "document": document}) for task in tasks))
     moments = random.Random(number)  # the same moments with edges off and on
     asked: list[asyncio.Task[list[float]]] = []
-    while not work.done():
-        asked.append(asyncio.create_task(_ask(model, QUESTION.format(len(asked)))))
-        await asyncio.sleep(moments.expovariate(1 / every_s))
-    chains_ms = (time.monotonic() - started) * 1000
-    times = [await each for each in asked]
-    await work
-    return {"chains_ms": chains_ms, "requests": times}
+    events: list[Event] = []
+    with model.trace.subscribed(events.append):
+        while not work.done():
+            asked.append(asyncio.create_task(_ask(model, QUESTION.format(len(asked)))))
+            await asyncio.sleep(moments.expovariate(1 / every_s))
+        chains_ms = (time.monotonic() - started) * 1000
+        times = [await each for each in asked]
+        await work
+    certificates = [event.data["certificate"] for event in events if event.name == "finish"]
+    tokens = {name: sum(each[name] for each in certificates) for name in COUNTED}
+    return {"chains_ms": chains_ms, "requests": times, "tokens": tokens}
 
 
 async def _ask(model: ChatPingPong, question: str) -> list[float]:
@@ -102,41 +123,79 @@ async def _ask(model: ChatPingPong, question: str) -> list[float]:
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, from the lines of the JSON file."""
     setup, rounds = lines[0]["setup"], lines[1:]
-    rows = []
-    for mode in MODES:
-        of_mode = [each for each in rounds if each["overlap"] == mode]
-        requests = [times for each in of_mode for times in each["requests"] if times]
-        gaps = [after - before for times in requests for before, after in pairwise(times)]
-        chains = [each["chains_ms"] for each in of_mode]
-        rows.append(
-            [mode, str(len(requests)), *_spread([times[0] for times in requests]), *_spread(gaps), *_row(chains)]
-        )
+    of = {mode: [each for each in rounds if each["overlap"] == mode] for mode in MODES}
+    rows = [
+        [mode, str(len(_firsts(of[mode]))), *_spread(_firsts(of[mode])), *_spread(_gaps(of[mode])), *_row(of[mode])]
+        for mode in MODES
+    ]
+    pairs = list(zip(*of.values(), strict=True))
+    figures: dict[str, Figure] = {
+        f"{what}, p{percent}": partial(_percentile, times, percent)
+        for what, times in (("first token", _firsts), ("gap", _gaps))
+        for percent in PERCENTS
+    }
+    ratios = [[name, *_ratio(pairs, figure)] for name, figure in {**figures, "all chains, mean": _chains}.items()]
+    tokens = [[mode, *(f"{sum(each['tokens'][name] for each in of[mode]):,}" for name in COUNTED)] for mode in MODES]
     kv_cache = f"{setup['kv_blocks']} blocks" if setup["kv_blocks"] else "what memory allows"
     load = (
         f"{setup['chains']} chains at once, a foreground request every {setup['every_s']} s on average, briefs of "
-        f"{setup['brief_tokens']} tokens, KV cache of {kv_cache} an engine."
+        f"{setup['brief_tokens']} tokens, KV cache of {kv_cache} an engine; {len(pairs)} pairs of rounds."
     )
-    head = ["edges", "requests", *(f"{what} {p}" for what in ("first token", "gap") for p in ("p50", "p95", "p99"))]
+    head = ["edges", "requests", *(f"{what} p{p}" for what in ("first token", "gap") for p in PERCENTS)]
     parts = [
         "# Foreground requests beside chains, edges off and on",
         told(setup),
         load,
         table([*head, "all chains, mean", "min", "max"], rows),
-        "Milliseconds. A gap is the time between two chunks of one answer.",
+        "Milliseconds. A gap is the time between two chunks of one answer. On against off, with intervals of 95 %:",
+        table(["figure", "on / off", "from", "to"], ratios),
+        "Tokens of the prompts: what edges prefilled, in vain or not, and what was computed again after an eviction.",
+        table(["edges", *(name.replace("_tokens", "s") for name in COUNTED)], tokens),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def _firsts(rounds: Rounds) -> list[float]:
+    """Times to first token, ms."""
+    return [times[0] for each in rounds for times in each["requests"] if times]
+
+
+def _gaps(rounds: Rounds) -> list[float]:
+    """Times between chunks, ms."""
+    answers = (times for each in rounds for times in each["requests"])
+    return [after - before for times in answers for before, after in pairwise(times)]
+
+
+def _chains(rounds: Rounds) -> float:
+    return fmean(each["chains_ms"] for each in rounds)
+
+
+def _percentile(values: Callable[[Rounds], list[float]], percent: int, rounds: Rounds) -> float:
+    return quantiles(values(rounds), n=100, method="inclusive")[percent - 1]
+
+
+def _ratio(pairs: Sequence[tuple[Any, Any]], figure: Figure) -> list[str]:
+    """A figure with edges on against off, and the interval."""
+
+    def ratio(drawn: Sequence[tuple[Any, Any]]) -> float:
+        off, on = zip(*drawn, strict=True)
+        return figure(on) / figure(off)
+
+    chance = random.Random(0)
+    draws = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
+    return [f"{each:.2f}" for each in (ratio(pairs), draws[DRAWS // 40], draws[-DRAWS // 40])]
+
+
 def _spread(values: Sequence[float]) -> list[str]:
     """Median, 95th and 99th percentile."""
-    if len(values) < 2:
-        return ["", "", ""]
     percentiles = quantiles(values, n=100, method="inclusive")
-    return [f"{value:.0f}" for value in (median(values), percentiles[94], percentiles[98])]
+    return [f"{percentiles[percent - 1]:.0f}" for percent in PERCENTS]
 
 
-def _row(values: Sequence[float]) -> list[str]:
-    return [f"{value:.0f}" for value in (sum(values) / len(values), min(values), max(values))]
+def _row(rounds: Rounds) -> list[str]:
+    """Mean, least and most of all chains of a round."""
+    values = [each["chains_ms"] for each in rounds]
+    return [f"{value:.0f}" for value in (fmean(values), min(values), max(values))]
 
 
 if __name__ == "__main__":
