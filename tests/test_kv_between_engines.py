@@ -121,11 +121,15 @@ def test_reading_3000_tokens_is_faster_than_computing_them(model: ChatPingPong) 
     wait_until(lambda: held(model, ids) == [93, 93], 2.0, "word of what is cached")
 
 
-def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong) -> None:
-    """Each has a code word of its own early in its prompt, and is read by the other engine at the same time."""
+def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a code word of its own early in its prompt, and is read by the other engine at the same time.
+
+    None is computed because too many are read: answers come before reads, which would be too slow on a busy machine.
+    """
+    monkeypatch.setattr(kv_of(model).planner.budget, "limits", [1 << 20] * 2)
     words = [f"{BIRDS[n % 10]}{BIRDS[n // 10]}" for n in range(100)]
     rest = " It was given out at the harbour this morning, and nobody but the keeper of the light has been told of it."
-    prompts = [ids_of(model, f"The code word is {word}.{rest * 4} Again: the code word is") for word in words]
+    prompts = [ids_of(model, f"The code word is {word}.{rest * 3} Again: the code word is") for word in words]
     assert all(len(ids) > 64 + BLOCK for ids in prompts)
 
     async def all_of(other: int) -> list[dict[str, Any]]:
