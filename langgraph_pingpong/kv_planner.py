@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import StatisticsError, linear_regression
 
@@ -112,23 +112,32 @@ class Budget:
         entry.until = until
 
 
+Lost = Callable[[frozenset[int] | None], None]
+"""Is told the keys of blocks that an engine has evicted; None where nothing is known any more of what it holds."""
+
+
 class SeenBlocks(HeldBlocks):
     """What an engine itself says that it holds. What it evicts is taken out of placement's book of it as well."""
 
-    def __init__(self, held: HeldBlocks) -> None:
+    def __init__(self, held: HeldBlocks, lost: Lost = lambda keys: None) -> None:
+        """Take placement's book, and who else is told what is `lost`."""
         super().__init__(sys.maxsize)
         self._held = held
+        self._lost = lost
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Blocks are not cached any more."""
-        gone = tuple(keys)
+        """Blocks were evicted."""
+        gone = frozenset(keys)
         super().discard(gone)
         self._held.discard(gone)
+        if gone:
+            self._lost(gone)
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Nothing is known to be cached any more, which is no eviction."""
         super().clear()
         self._held.clear()
+        self._lost(None)
 
 
 class KvPlanner:

@@ -15,8 +15,9 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from langgraph_pingpong.engines.base import Engine, KvLost, KvPort, Request
 from langgraph_pingpong.health import Health
@@ -41,12 +42,17 @@ TRY_BLOCKS = (4, 16)
 TRY_S = 60.0
 """How long one of them may take, in seconds: two engines that never met exchange addresses first."""
 
+Lost = Callable[[int, frozenset[int] | None], None]
+"""As that of kv_planner.py, and is told first which engine it is, by its position."""
+
 
 class KvTransfer:
     """Moves KV between the engines of a pool. Used on the pool's loop thread only."""
 
-    def __init__(self, engines: Sequence[Engine], placement: Placement, health: Health) -> None:
+    def __init__(self, engines: Sequence[Engine], placement: Placement, health: Health, lost: Lost) -> None:
+        """Take the engines, what is known of them, and who is told what they say they have lost."""
         self._engines = engines
+        self._lost = lost
         self._placement = placement
         self._health = health
         self.planner = KvPlanner(placement)
@@ -59,12 +65,12 @@ class KvTransfer:
         self._locks: weakref.WeakValueDictionary[tuple[int, int], asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def start(self) -> None:
-        """Try each pair of engines that can, which also measures what reading and computing take."""
+        """Hear the engines that can, and try each pair, which also measures what reading and computing take."""
         able = [index for index, engine in enumerate(self._engines) if engine.kv is not None]
-        if len(able) < 2:
-            return
         for index in able:
             self._prepare(index)
+        if len(able) < 2:
+            return
         for target in able:
             self._sources[target] = [source for source in able if source != target and await self._try(source, target)]
         for index in able:
@@ -99,7 +105,7 @@ class KvTransfer:
     def _prepare(self, index: int) -> None:
         engine, planner = self._engines[index], self.planner
         planner.budget.limits[index] = int(BUDGET_SHARE * (engine.cache_tokens or MAX_BLOCKS * engine.block_size))
-        book = SeenBlocks(self._placement.places[index].held)
+        book = SeenBlocks(self._placement.places[index].held, partial(self._lost, index))
         planner.seen[index] = book if _port(engine).listen(book) else None
 
     async def _try(self, source: int, target: int) -> bool:

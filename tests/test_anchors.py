@@ -245,17 +245,17 @@ class TestEvictions:
         assert watch.computed_before(range(20), None) == 16  # the last token is computed in any case
         assert (watch.computed_before(range(20), "salt"), watch.computed_before(range(1, 20), None)) == (0, 0)
         assert watch.found(20, 20) == 0
-        assert watch.told.to_dict() == {"evicted": 0, "needed_again": 0}
+        assert watch.lost.to_dict() == {"evicted": 0, "needed_again": 0}
         assert watch.found(20, 8) == 12
-        assert watch.told.to_dict() == {"evicted": 12, "needed_again": 12}
+        assert watch.lost.to_dict() == {"evicted": 12, "needed_again": 12}
 
     def test_count_what_did_not_fit(self) -> None:
         watch = self.watch(10)
         for start in range(0, 1000, 100):
             watch.computed(range(start, start + 8), None)
-        assert watch.told.evicted == (20 - 10) * 4
+        assert watch.lost.evicted == (20 - 10) * 4
         watch.was_emptied()
-        assert watch.told.evicted == 0
+        assert watch.lost.evicted == 0
 
     def test_show_in_certificates_and_by_device(self, lab: Lab) -> None:
         model = lab.model(1)

@@ -188,10 +188,10 @@ class BlockBook(Protocol):
         """They are cached, in this order within a prompt."""
 
     def discard(self, keys: Sequence[int]) -> None:
-        """They are not any more."""
+        """They were evicted."""
 
     def clear(self) -> None:
-        """None is."""
+        """None is any more, or nothing is known of them: they were not evicted."""
 
 
 class Engine(Protocol):

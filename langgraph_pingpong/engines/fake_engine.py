@@ -98,7 +98,7 @@ class FakeAppends:
     @property
     def keys(self) -> list[int]:
         """Of the blocks that it holds."""
-        return self._engine._block_keys(self._ids, self._cache_salt)
+        return block_keys(self._ids, self._engine.block_size, self._cache_salt)
 
     async def append(self, ids: Sequence[int]) -> int | None:
         """Compute more of the prompt."""
@@ -221,16 +221,14 @@ class FakeEngine:
         self._cache.clear()
         if self._kv is not None:
             self._kv.wrong.clear()
-            if self._kv.book is not None:
-                self._kv.book.clear()
+            self._kv.tell(lambda book: book.clear())
 
     def store(self, request: Request) -> list[int]:
         """A prompt is cached; returns the keys of its blocks."""
-        ids, salt = request.prompt_token_ids, request.cache_salt
-        keys = self._block_keys(ids, salt)
+        keys = block_keys(request.prompt_token_ids, self.block_size, request.cache_salt)
         self._cache.update(keys)
-        if self._kv is not None and self._kv.book is not None:
-            self._kv.book.add(block_keys(ids, self.block_size, salt))
+        if self._kv is not None:
+            self._kv.tell(lambda book: book.add(keys))
         return keys
 
     async def _close_appends(self) -> None:
@@ -245,23 +243,18 @@ class FakeEngine:
 
     def evict(self) -> None:
         """Forget all that no open prompt holds, as after a flood of other prompts. May be called from any thread."""
-        self._cache.intersection_update({key for each in list(self.appends) for key in each.keys})
+        gone = list(self._cache.difference(*(each.keys for each in list(self.appends))))
+        self._cache.difference_update(gone)
+        if self._kv is not None:
+            self._kv.tell(lambda book: book.discard(gone))
 
     def cached_tokens(self, ids: Sequence[int], salt: str | None = None) -> int:
         """How much of a prompt the cache would serve: whole blocks, and never the last token."""
         usable = (len(ids) - 1) // self.block_size
-        for count, key in enumerate(self._block_keys(ids, salt)[:usable]):
+        for count, key in enumerate(block_keys(ids, self.block_size, salt)[:usable]):
             if key not in self._cache:
                 return count * self.block_size
         return max(usable, 0) * self.block_size
-
-    def _block_keys(self, ids: Sequence[int], salt: str | None) -> list[int]:
-        """One key for each full block, which stands for it and everything before it."""
-        keys, parent = [], hash(salt)
-        for start in range(0, len(ids) // self.block_size * self.block_size, self.block_size):
-            parent = hash((parent, tuple(ids[start : start + self.block_size])))
-            keys.append(parent)
-        return keys
 
     async def prefill(self, request: Request) -> int:
         """Put a prompt into the cache; returns the tokens found there."""
@@ -330,7 +323,7 @@ class FakeEngine:
     def _deltas(self, request: Request) -> list[Delta]:
         reply = self.reply(self.tokenizer.decode(list(request.prompt_token_ids)))
         if self._kv is not None and self._kv.wrong.intersection(
-            self._block_keys(request.prompt_token_ids, request.cache_salt)
+            block_keys(request.prompt_token_ids, self.block_size, request.cache_salt)
         ):
             reply = WRONG
         if not isinstance(reply, str):

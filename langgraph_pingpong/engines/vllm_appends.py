@@ -238,6 +238,11 @@ class AppendsBook:
         self._open.pop(appends, None)
         self._count_anchors()
 
+    def let_go(self) -> None:
+        """Close every prompt soon."""
+        for appends in self._open:
+            appends.let_go()
+
     async def close(self) -> None:
         """Close every prompt."""
         for appends in list(self._open):

@@ -63,7 +63,7 @@ class VllmEngine:
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
         self._appends = _closed_book()
-        self._kv = VllmKv(config.kind, self._outputs) if config.kv_transfer else None
+        self._kv = VllmKv(config.kind, self._outputs, lambda: self._appends.let_go()) if config.kv_transfer else None
 
     @property
     def device(self) -> str:
