@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Self
 from langgraph_pingpong.engines.base import Appends, Engine, Request
 from langgraph_pingpong.errors import AnchorTooLarge, CallRefused
 from langgraph_pingpong.health import FAILED, Health
-from langgraph_pingpong.kv_budget import KvBudget, in_blocks
 from langgraph_pingpong.placement import block_keys
 
 if TYPE_CHECKING:
@@ -110,10 +109,10 @@ class Kept:
 class Anchors:
     """All anchors of a pool. Equal ones are kept once. Used on the pool's loop thread only."""
 
-    def __init__(self, engines: Sequence[Engine], health: Health, ratio: float, computed: Computed) -> None:
-        """Take the share of the KV cache that may be held, and who notes what an engine has computed."""
+    def __init__(self, engines: Sequence[Engine], health: Health, computed: Computed) -> None:
+        """Take the engines, what is known of them, and who notes what an engine has computed."""
         self.engines = engines
-        self._health, self._ratio, self._computed = health, ratio, computed
+        self._health, self._computed = health, computed
         self._kept: dict[Hashable, Kept] = {}
 
     @property
@@ -124,12 +123,8 @@ class Anchors:
     @property
     def cap(self) -> int | None:
         """Tokens that anchors may hold on each device; None where no engine tells how much it caches."""
-        known = [
-            KvBudget(engine.cache_tokens, in_blocks(engine.max_model_len, engine.block_size), self._ratio).anchor_cap
-            for engine in self.engines
-            if engine.cache_tokens is not None
-        ]
-        return min(known, default=None)
+        budgets = (engine.budget for engine in self.engines)
+        return min((budget.anchor_cap for budget in budgets if budget.capacity is not None), default=None)
 
     @property
     def _grain(self) -> int:
@@ -167,14 +162,16 @@ class Anchors:
 
     def _begin(self, ids: tuple[int, ...], salt: str | None) -> Kept:
         cap, held, longest = self.cap, self.tokens, min(engine.max_model_len for engine in self.engines)
+        ratio = self.engines[0].budget.ratio
         if len(ids) >= longest:
             raise AnchorTooLarge(f"An anchor of {len(ids)} tokens leaves no room in a context of {longest}.")
         if cap is not None and held + len(ids) + self._grain > cap:
             raise AnchorTooLarge(
                 f"An anchor of {len(ids)} tokens beside {held} that are held is more than the {cap} that anchors may "
-                f"hold: {self._ratio:.0%} of the KV cache, and never so much that the longest prompt lacks room."
+                f"hold: {ratio:.0%} of the KV cache, and never so much that the longest prompt lacks room."
             )
         kept = self._kept[ids, salt] = Kept(ids, salt)
+        self._count()
         kept.tasks = [asyncio.create_task(self._keep(index, kept)) for index in range(len(self.engines))]
         return kept
 
@@ -193,8 +190,13 @@ class Anchors:
             anchor._timer.cancel()
         if not kept.holders and self._kept.get((kept.ids, kept.salt)) is kept:
             del self._kept[kept.ids, kept.salt]
+            self._count()
             for task in kept.tasks:
                 task.cancel()
+
+    def _count(self) -> None:
+        for engine in self.engines:
+            engine.budget.anchored = self.tokens
 
     def look(self) -> None:
         """Caches were emptied: bring all anchors back."""
@@ -241,7 +243,11 @@ class Anchors:
             kept.there.add(index)
             kept.evicted.discard(index)
             return opened
-        was_there, engine = index in kept.there | kept.evicted, self.engines[index]
+        engine = self.engines[index]
+        if not engine.budget.anchors_fit:  # pulls are under way, and no new ones begin: soon
+            kept.looks[index].set()
+            return None
+        was_there = index in kept.there | kept.evicted
         kept.evicted.discard(index)
         opened = engine.open_appends(kept.salt, keep=True)
         found = await opened.append(kept.ids) if opened else None

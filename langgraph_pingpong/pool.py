@@ -199,7 +199,7 @@ class EnginePool:
     """
 
     def __init__(self, engines: Sequence[Engine], kv_pool_ratio: float = KV_POOL_RATIO) -> None:
-        """Take engines that have not been started, and the share of their KV cache that anchors may hold.
+        """Take engines that have not been started, and the share of their KV cache that may be held (kv_budget.py).
 
         Raises:
             DeviceError: there are none.
@@ -207,6 +207,8 @@ class EnginePool:
         if not engines:
             raise DeviceError("A pool needs at least one engine.")
         self.engines = tuple(engines)
+        for engine in self.engines:
+            engine.budget.ratio = kv_pool_ratio
         self.runs: OrderedDict[int, Any] = OrderedDict()
         """The sessions on this pool; session.py fills it. They end with the pool."""
         self.begun: dict[int, Speculation] = {}
@@ -220,7 +222,7 @@ class EnginePool:
         self.evictions = EvictionWatch(self.engines, self.health.lives)
         """What each engine had cached and lost."""
         self._computed = partial(_note_computed, self._placement, self.evictions)  # without the pool: no circle
-        self.anchors = Anchors(self.engines, self.health, kv_pool_ratio, self._computed)
+        self.anchors = Anchors(self.engines, self.health, self._computed)
         """The beginnings of prompts that stay cached."""
         lost = partial(_note_lost, self.evictions, self.anchors)
         self.kv = KvTransfer(self.engines, self._placement, self.health, lost)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -14,6 +16,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, anchors, engine_pool
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines.base import Request
+from langgraph_pingpong.engines.fake_engine import FakeAppends
 from langgraph_pingpong.errors import AnchorTooLarge, BadKvCache, CallRefused, EngineDead
 from langgraph_pingpong.evictions import Evictions
 from langgraph_pingpong.health import Health
@@ -174,7 +177,9 @@ class TestCap:
     async def kept_within(self, doing: list[tuple[bool, int, int]], ratio: float) -> None:
         engine = FakeEngine(tokenizer=None, cache_tokens=1200, max_model_len=400)
         placement = Placement(1)
-        book = anchors.Anchors([engine], Health([engine], placement), ratio, placement.computed)
+        engine.budget.ratio = ratio
+        await engine.start()
+        book = anchors.Anchors([engine], Health([engine], placement), placement.computed)
         made = list[anchors.Anchor]()
         assert book.cap == min(int(1200 * ratio), 800)
         for begins, which, size in doing:
@@ -184,7 +189,7 @@ class TestCap:
                 await self.end(book, made, which % len(made))
             held = {tuple(each._ids) for each in engine.appends}
             assert held == {each._kept.ids for each in made}
-            assert book.tokens == sum(len(ids) + 16 for ids in held) <= book.cap
+            assert engine.budget.anchored == book.tokens == sum(len(ids) + 16 for ids in held) <= book.cap
         while made:
             await self.end(book, made, 0)
         assert (book.tokens, engine.appends) == (0, [])
@@ -206,6 +211,41 @@ class TestCap:
             assert not fits
         else:
             assert fits
+
+
+class TestBudget:
+    def test_an_anchor_waits_for_reads(self, lab: Lab) -> None:
+        model = lab.model(1, speed={"cache_tokens": 2000, "max_model_len": 590})
+        model.start()
+        budget = lab.engines[0].budget
+        budget.pulled = 1500  # more than there may be at once, so that a short anchor has to wait
+        with ThreadPoolExecutor(1) as aside:
+            making = aside.submit(model.anchor, RULES)
+            wait_until(lambda: budget.anchored > 0, 2, "anchor")
+            assert not budget.may_pull(1)
+            assert (making.done(), lab.engines[0].prefills) == (False, [])
+            budget.pulled = 0
+            with making.result(5) as anchor:
+                assert anchor.devices == ["fake:0"]
+        wait_until(lambda: budget.anchored == 0, 2, "end of the anchor")
+
+    def test_open_prompts_make_way_for_anchors(self, lab: Lab) -> None:
+        model = lab.model(1, speed={"cache_tokens": 1000, "max_model_len": 500})
+        model.start()
+        engine, pool = lab.engines[0], model._serving().pool
+        appends = pool.loop.run(_opened(engine, 512))
+        with model.anchor(RULES):
+            assert engine.budget.held > engine.budget.room
+            assert pool.loop.run(appends.append(range(16))) is None
+        assert engine.budget.prompts == 0
+
+
+async def _opened(engine: FakeEngine, tokens: int) -> FakeAppends:
+    """A prompt that is open."""
+    engine.max_model_len = 10_000
+    appends = engine.open_appends()
+    assert appends is not None and await appends.append(range(tokens)) == 0
+    return appends
 
 
 class TestSettings:
@@ -282,9 +322,17 @@ BLOCKS, LONGEST = 72, 1152
 
 @pytest.fixture
 def small_cache() -> Iterator[ChatPingPong]:
-    """A real engine whose KV cache holds 71 blocks of 32 tokens."""
+    """A real engine whose KV cache holds 71 blocks of 32 tokens, and which tells its KV events if it can."""
     args = {"num_gpu_blocks_override": BLOCKS, "block_size": 32}
-    settings = {**SETTINGS, "dtype": "bfloat16", "max_model_len": LONGEST, "engine_args": args, "max_tokens": 1}
+    tells = {"kv_transfer": find_spec("nixl") is not None}
+    settings = {
+        **SETTINGS,
+        **tells,
+        "dtype": "bfloat16",
+        "max_model_len": LONGEST,
+        "engine_args": args,
+        "max_tokens": 1,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         with ChatPingPong(devices=DEVICES[:1], **settings) as model:
@@ -316,3 +364,15 @@ def test_an_anchor_survives_a_flood_on_a_real_engine(small_cache: ChatPingPong) 
     assert after["cached"] < anchor.tokens - 32
     assert after["cached"] + after["lost"] >= anchor.tokens
     assert model.memory()[0]["needed_again"] == after["lost"]
+    if pool.evictions.of(0).tells:
+        check_events(model)
+
+
+def check_events(model: ChatPingPong) -> None:
+    """What the engine has told adds up: what it holds fits, and of what was needed again each block was evicted."""
+    seen = model._serving().pool.kv.planner.seen[0]
+    assert seen is not None
+    wait_until(lambda: 0 < len(seen._keys) < BLOCKS, 5, "word of all evictions")
+    memory = model.memory()[0]
+    assert memory["evicted"] % 32 == 0
+    assert memory["evicted"] >= memory["needed_again"] > 0
