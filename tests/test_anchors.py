@@ -259,7 +259,7 @@ class TestSettings:
 
     def test_the_share_reaches_the_cap(self) -> None:
         with ChatPingPong(devices=["fake:0"], kv_pool_ratio=0.5, max_model_len=1000) as model:
-            model._serving().pool.engines[0].cache_tokens = 10_000  # type: ignore[misc]
+            model._serving().pool.engines[0].budget.began(10_000, 1000, block_size=16)
             assert model.memory()[0]["anchor_cap"] == 5000
 
 
