@@ -69,8 +69,8 @@ class Anchoring(Settings):
         """For each device what is known of its KV cache, in tokens. Starts the engines.
 
         `cache_tokens` is what it holds (None where a server does not tell), `anchored` and `anchor_cap` what anchors
-        hold and may hold; `evicted` is what it lost since it was empty, as an estimate, and `needed_again` what of that
-        was computed anew for later prompts.
+        hold and may hold; `evicted` is what it lost since it was empty, counted where the engine tells it
+        (`kv_transfer=True`) and else an estimate, and `needed_again` what was computed anew for later prompts.
         """
         pool = self._serving().pool
         pool.start()

@@ -1,8 +1,9 @@
 """Anchors: beginnings of prompts that stay in the KV cache of every device for as long as their lease runs.
 
 Where prompts can grow, an anchor is one that nobody closes: vLLM cannot take its blocks. Elsewhere it is asked for
-again every few seconds, which keeps it among what was used last and brings it back if it was evicted all the same. So
-it is brought back on an engine that was restarted, and on one whose cache was emptied.
+again every few seconds, which keeps it among what was used last and brings it back if it was evicted all the same; at
+once where the engine tells what it evicts. So it is brought back on an engine that was restarted, and on one whose
+cache was emptied.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import TYPE_CHECKING, Self
 from langgraph_pingpong.engines.base import Appends, Engine, Request
 from langgraph_pingpong.errors import AnchorTooLarge, CallRefused
 from langgraph_pingpong.health import FAILED, Health
-from langgraph_pingpong.kv_budget import KvBudget, in_blocks
+from langgraph_pingpong.placement import block_keys
 
 if TYPE_CHECKING:
     from langgraph_pingpong.loop import LoopThread
 
 TOUCH_S = 5.0
 """How often an anchor is looked after on each device, in seconds."""
+
+PAUSE_S = 0.25
+"""How long it is left alone after that, in seconds: anchors that evict each other shall not keep a device busy."""
 
 LEASE_S = 600.0
 """How long an anchor stays by default, in seconds."""
@@ -88,18 +92,27 @@ class Kept:
     holders: set[Anchor] = field(default_factory=set)
     there: set[int] = field(default_factory=set)
     """The engines that hold it."""
+    evicted: set[int] = field(default_factory=set)
+    """The engines that held it, and told that they have evicted a part."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     looks: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     """Set where it may be gone from an engine."""
+    _keys: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def keys(self, block_size: int) -> frozenset[int]:
+        """Of its blocks, on an engine with blocks of this size."""
+        if block_size not in self._keys:
+            self._keys[block_size] = frozenset(block_keys(self.ids, block_size, self.salt))
+        return self._keys[block_size]
 
 
 class Anchors:
     """All anchors of a pool. Equal ones are kept once. Used on the pool's loop thread only."""
 
-    def __init__(self, engines: Sequence[Engine], health: Health, ratio: float, computed: Computed) -> None:
-        """Take the share of the KV cache that may be held, and who notes what an engine has computed."""
+    def __init__(self, engines: Sequence[Engine], health: Health, computed: Computed) -> None:
+        """Take the engines, what is known of them, and who notes what an engine has computed."""
         self.engines = engines
-        self._health, self._ratio, self._computed = health, ratio, computed
+        self._health, self._computed = health, computed
         self._kept: dict[Hashable, Kept] = {}
 
     @property
@@ -110,12 +123,8 @@ class Anchors:
     @property
     def cap(self) -> int | None:
         """Tokens that anchors may hold on each device; None where no engine tells how much it caches."""
-        known = [
-            KvBudget(engine.cache_tokens, in_blocks(engine.max_model_len, engine.block_size), self._ratio).anchor_cap
-            for engine in self.engines
-            if engine.cache_tokens is not None
-        ]
-        return min(known, default=None)
+        budgets = (engine.budget for engine in self.engines)
+        return min((budget.anchor_cap for budget in budgets if budget.capacity is not None), default=None)
 
     @property
     def _grain(self) -> int:
@@ -153,14 +162,16 @@ class Anchors:
 
     def _begin(self, ids: tuple[int, ...], salt: str | None) -> Kept:
         cap, held, longest = self.cap, self.tokens, min(engine.max_model_len for engine in self.engines)
+        ratio = self.engines[0].budget.ratio
         if len(ids) >= longest:
             raise AnchorTooLarge(f"An anchor of {len(ids)} tokens leaves no room in a context of {longest}.")
         if cap is not None and held + len(ids) + self._grain > cap:
             raise AnchorTooLarge(
                 f"An anchor of {len(ids)} tokens beside {held} that are held is more than the {cap} that anchors may "
-                f"hold: {self._ratio:.0%} of the KV cache, and never so much that the longest prompt lacks room."
+                f"hold: {ratio:.0%} of the KV cache, and never so much that the longest prompt lacks room."
             )
         kept = self._kept[ids, salt] = Kept(ids, salt)
+        self._count()
         kept.tasks = [asyncio.create_task(self._keep(index, kept)) for index in range(len(self.engines))]
         return kept
 
@@ -179,8 +190,13 @@ class Anchors:
             anchor._timer.cancel()
         if not kept.holders and self._kept.get((kept.ids, kept.salt)) is kept:
             del self._kept[kept.ids, kept.salt]
+            self._count()
             for task in kept.tasks:
                 task.cancel()
+
+    def _count(self) -> None:
+        for engine in self.engines:
+            engine.budget.anchored = self.tokens
 
     def look(self) -> None:
         """Caches were emptied: bring all anchors back."""
@@ -188,6 +204,17 @@ class Anchors:
             kept.there.clear()
             for look in kept.looks.values():
                 look.set()
+
+    def lost(self, index: int, keys: frozenset[int] | None) -> None:
+        """An engine told which blocks it has evicted; None: it may hold any, or none. Bring back what is concerned."""
+        block_size = self.engines[index].block_size
+        for kept in self._kept.values():
+            if keys is None:
+                kept.looks[index].set()
+            elif index in kept.there and not keys.isdisjoint(kept.keys(block_size)):
+                kept.there.discard(index)
+                kept.evicted.add(index)
+                kept.looks[index].set()
 
     async def _keep(self, index: int, kept: Kept) -> None:
         """Look after one anchor on one device until it is let go of."""
@@ -198,6 +225,7 @@ class Anchors:
                 look.clear()
                 with contextlib.suppress(*FAILED), self._health.watching(index):
                     opened = await self._hold(index, kept, opened)
+                await asyncio.sleep(min(PAUSE_S, TOUCH_S))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(look.wait(), TOUCH_S)
         finally:
@@ -209,11 +237,18 @@ class Anchors:
         """See that an engine holds it; returns the open prompt, None where the engine keeps none."""
         if not self._health.is_up(index):
             kept.there.discard(index)
+            kept.evicted.discard(index)
             return None
         if opened is not None and opened.is_open:
             kept.there.add(index)
+            kept.evicted.discard(index)
             return opened
-        was_there, engine = index in kept.there, self.engines[index]
+        engine = self.engines[index]
+        if not engine.budget.anchors_fit:  # pulls are under way, and no new ones begin: soon
+            kept.looks[index].set()
+            return None
+        was_there = index in kept.there | kept.evicted
+        kept.evicted.discard(index)
         opened = engine.open_appends(kept.salt, keep=True)
         found = await opened.append(kept.ids) if opened else None
         if found is None:

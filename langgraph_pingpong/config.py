@@ -231,7 +231,7 @@ class EngineConfig:
     Every field except `devices`, `exact`, `same_device`, `kv_transfer` and `kv_pool_ratio` has vLLM's name and reaches
     vLLM unchanged. None is vLLM's own default, or on a CPU the value in `_CPU_DEFAULTS`. Lengths are in tokens. With
     `same_device`, prefills ride on the decode steps of their device; with `kv_transfer`, engines can read each other's
-    KV. `kv_pool_ratio` is the share of the KV cache that anchors and open prompts may hold, `kv_offloading_size` the
+    KV. `kv_pool_ratio` is the share of the KV cache that may be held (kv_budget.py), `kv_offloading_size` the
     main memory (GiB) for KV that a GPU has no room for.
 
     Raises:

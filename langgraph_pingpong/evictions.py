@@ -1,9 +1,10 @@
 """What engines had cached and lost, and whether it was needed again.
 
 Each prompt that was computed on an engine is noted, block by block. A later prompt that begins with blocks that were
-computed there, and of which the engine finds fewer, tells what was evicted and needed again. What was evicted in all
-follows from how many blocks went in and how many the cache holds: an engine evicts when it is full, and not before.
-Blocks that the engine shares in other ways than by their beginning are not known here, so that figure is an estimate.
+computed there, and of which the engine finds fewer, tells what was evicted and needed again. What was evicted in all is
+counted where the engine tells it (`KvPort.listen`). Elsewhere it follows from how many blocks went in and how many the
+cache holds: an engine evicts when it is full, and not before. Blocks that the engine shares in other ways than by their
+beginning are not known here, so that figure is an estimate.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Evictions:
         self.block_size = 16
         self.capacity: int | None = None
         """Blocks that the cache holds, None where that is unknown."""
+        self.tells = False
+        """Whether the engine tells what it evicts."""
+        self._told = 0
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._went_in = 0
         self._needed_again = 0
@@ -51,7 +55,7 @@ class Evictions:
     def was_emptied(self) -> None:
         """All was forgotten on purpose, which is no eviction."""
         self._seen.clear()
-        self._went_in = self._needed_again = 0
+        self._went_in = self._needed_again = self._told = 0
 
     def computed_before(self, ids: Sequence[int], salt: str | None) -> int:
         """How many tokens from the beginning of a prompt were computed here: what an endless cache would find."""
@@ -75,9 +79,15 @@ class Evictions:
         while len(self._seen) > MAX_BLOCKS:
             self._seen.popitem(last=False)
 
+    def evicted(self, blocks: int) -> None:
+        """The engine told that it has evicted so many blocks."""
+        self._told += blocks
+
     @property
-    def told(self) -> Evicted:
+    def lost(self) -> Evicted:
         """What was lost since the cache was empty."""
+        if self.tells:
+            return Evicted(self._told * self.block_size, self._needed_again)
         over = self._went_in - self.capacity if self.capacity is not None else 0
         needed = self._needed_again
         return Evicted(max(over * self.block_size, needed), needed)

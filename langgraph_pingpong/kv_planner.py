@@ -5,8 +5,8 @@ is missing is computed there, or read from the engine that holds most of it, if 
 takes is measured: at the start, and with each prompt that is computed or read. A length nobody measured is told from
 a straight line through the last OBSERVATIONS ones; without any, nothing is read.
 
-What is kept for a reader and what is being read is pinned in both caches. On each engine it stays below a share of the
-cache, BUDGET_SHARE; a handle that was not used counts until its source frees it.
+What is kept for a reader and what is being read is held in both caches: nothing is read where either has no room for it
+(kv_budget.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import StatisticsError, linear_regression
 
+from langgraph_pingpong.kv_budget import KvBudget
 from langgraph_pingpong.placement import HeldBlocks, Placement, block_keys
 
 OBSERVATIONS = 32
 """So many measured times are remembered of each kind."""
-
-BUDGET_SHARE = 0.25
-"""The share of an engine's KV cache that may be pinned by reading."""
 
 MIN_TOKENS = 64
 """Less is not worth a reader's two requests, whatever was measured."""
@@ -76,73 +74,46 @@ class Pull:
     new: int
 
 
-@dataclass(slots=True)
-class Pinned:
-    """Tokens that are pinned on an engine, until a time of one monotonic clock, in seconds."""
-
-    index: int
-    tokens: int
-    until: float = math.inf
-
-
-class Budget:
-    """What reading may pin on each engine, in tokens."""
-
-    def __init__(self, size: int) -> None:
-        self.limits = [0] * size
-        self._pinned: list[Pinned] = []
-
-    def pinned(self, index: int, now: float) -> int:
-        """How many tokens are pinned on an engine."""
-        self._pinned = [entry for entry in self._pinned if entry.until > now]
-        return sum(entry.tokens for entry in self._pinned if entry.index == index)
-
-    def fits(self, index: int, tokens: int, now: float) -> bool:
-        """Whether so many more may be."""
-        return self.pinned(index, now) + tokens <= self.limits[index]
-
-    def pin(self, index: int, tokens: int) -> Pinned:
-        """They are, until `unpin`."""
-        entry = Pinned(index, tokens)
-        self._pinned.append(entry)
-        return entry
-
-    def unpin(self, entry: Pinned, until: float = -math.inf) -> None:
-        """They are only until then; at once if no time is given."""
-        entry.until = until
+Lost = Callable[[frozenset[int] | None], None]
+"""Is told the keys of blocks that an engine has evicted; None where nothing is known any more of what it holds."""
 
 
 class SeenBlocks(HeldBlocks):
     """What an engine itself says that it holds. What it evicts is taken out of placement's book of it as well."""
 
-    def __init__(self, held: HeldBlocks) -> None:
+    def __init__(self, held: HeldBlocks, lost: Lost = lambda keys: None) -> None:
+        """Take placement's book, and who else is told what is `lost`."""
         super().__init__(sys.maxsize)
         self._held = held
+        self._lost = lost
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Blocks are not cached any more."""
-        gone = tuple(keys)
+        """Blocks were evicted."""
+        gone = frozenset(keys)
         super().discard(gone)
         self._held.discard(gone)
+        if gone:
+            self._lost(gone)
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Nothing is known to be cached any more, which is no eviction."""
         super().clear()
         self._held.clear()
+        self._lost(None)
 
 
 class KvPlanner:
     """Knows what each engine holds, and picks the source of what a prompt lacks."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, budgets: Sequence[KvBudget]) -> None:
+        """Take what is known of the engines, and the budgets of their caches."""
         self._placement = placement
-        size = len(placement.places)
+        self._budgets = budgets
         self.costs = Costs()
-        self.budget = Budget(size)
-        self.seen: list[SeenBlocks | None] = [None] * size
+        self.seen: list[SeenBlocks | None] = [None] * len(budgets)
         """By engine, what its own events say it holds; None where it gives none, and placement's book counts."""
 
-    def plan(self, target: int, among: Iterable[int], ids: Sequence[int], salt: str | None, now: float) -> Pull | None:
+    def plan(self, target: int, among: Iterable[int], ids: Sequence[int], salt: str | None) -> Pull | None:
         """What to read for a prompt on `target`, from one of the engines `among`; None if the rest is computed there.
 
         The last token of a prompt is always computed.
@@ -152,7 +123,7 @@ class KvPlanner:
         here = self._placement.places[target].held.count(keys)  # what is being computed there comes, too
         held = {source: self.holds(source, keys) for source in among if self._may_give(source, target)}
         pulls = [Pull(source, blocks * block, (blocks - here) * block) for source, blocks in held.items()]
-        worth = [pull for pull in pulls if self._pays(pull) and self._fits(pull, target, now)]
+        worth = [pull for pull in pulls if self._pays(pull) and self._fits(pull, target)]
         leases = self._placement.leases
         return max(worth, key=lambda pull: (self._saved(pull), -leases[pull.source]), default=None)
 
@@ -172,6 +143,5 @@ class KvPlanner:
     def _pays(self, pull: Pull) -> bool:
         return pull.new >= MIN_TOKENS and self._saved(pull) > 0
 
-    def _fits(self, pull: Pull, target: int, now: float) -> bool:
-        budget = self.budget
-        return budget.fits(pull.source, pull.tokens, now) and budget.fits(target, pull.tokens, now)
+    def _fits(self, pull: Pull, target: int) -> bool:
+        return all(self._budgets[index].may_pull(pull.tokens) for index in (pull.source, target))

@@ -15,14 +15,15 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from langgraph_pingpong.engines.base import Engine, KvLost, KvPort, Request
 from langgraph_pingpong.health import Health
 from langgraph_pingpong.kv_handles import MARGIN_S, Generation, HandleRefused, KvHandle, prompt_digest
-from langgraph_pingpong.kv_planner import BUDGET_SHARE, MIN_TOKENS, KvPlanner, Pull, SeenBlocks
-from langgraph_pingpong.placement import MAX_BLOCKS, Placement
+from langgraph_pingpong.kv_planner import MIN_TOKENS, KvPlanner, Pull, SeenBlocks
+from langgraph_pingpong.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,20 @@ TRY_BLOCKS = (4, 16)
 TRY_S = 60.0
 """How long one of them may take, in seconds: two engines that never met exchange addresses first."""
 
+Lost = Callable[[int, frozenset[int] | None], None]
+"""As that of kv_planner.py, and is told first which engine it is, by its position."""
+
 
 class KvTransfer:
     """Moves KV between the engines of a pool. Used on the pool's loop thread only."""
 
-    def __init__(self, engines: Sequence[Engine], placement: Placement, health: Health) -> None:
+    def __init__(self, engines: Sequence[Engine], placement: Placement, health: Health, lost: Lost) -> None:
+        """Take the engines, what is known of them, and who is told what they say they have lost."""
         self._engines = engines
+        self._lost = lost
         self._placement = placement
         self._health = health
-        self.planner = KvPlanner(placement)
+        self.planner = KvPlanner(placement, [engine.budget for engine in engines])
         self.counts: Counter[str] = Counter()
         """How often KV was `pulled`, and how often that failed, by reason."""
         self._turns = [asyncio.Semaphore(AT_ONCE) for _ in engines]
@@ -59,12 +65,12 @@ class KvTransfer:
         self._locks: weakref.WeakValueDictionary[tuple[int, int], asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def start(self) -> None:
-        """Try each pair of engines that can, which also measures what reading and computing take."""
+        """Hear the engines that can, and try each pair, which also measures what reading and computing take."""
         able = [index for index, engine in enumerate(self._engines) if engine.kv is not None]
-        if len(able) < 2:
-            return
         for index in able:
             self._prepare(index)
+        if len(able) < 2:
+            return
         for target in able:
             self._sources[target] = [source for source in able if source != target and await self._try(source, target)]
         for index in able:
@@ -97,10 +103,8 @@ class KvTransfer:
     # -- the start -----------------------------------------------------------------------------------------
 
     def _prepare(self, index: int) -> None:
-        engine, planner = self._engines[index], self.planner
-        planner.budget.limits[index] = int(BUDGET_SHARE * (engine.cache_tokens or MAX_BLOCKS * engine.block_size))
-        book = SeenBlocks(self._placement.places[index].held)
-        planner.seen[index] = book if _port(engine).listen(book) else None
+        book = SeenBlocks(self._placement.places[index].held, partial(self._lost, index))
+        self.planner.seen[index] = book if _port(self._engines[index]).listen(book) else None
 
     async def _try(self, source: int, target: int) -> bool:
         """Whether a pull between two engines gives what computing gives."""
@@ -127,7 +131,7 @@ class KvTransfer:
 
     def _plan(self, target: int, request: Request) -> Pull | None:
         ids, salt = request.prompt_token_ids, request.cache_salt
-        return self.planner.plan(target, self._sources[target], ids, salt, time.monotonic())
+        return self.planner.plan(target, self._sources[target], ids, salt)
 
     def _lock(self, target: int, request: Request, plan: Pull) -> asyncio.Lock:
         """The same for prompts that lack the same on this engine."""
@@ -138,7 +142,7 @@ class KvTransfer:
         prefix = Request(request.prompt_token_ids[: plan.tokens], cache_salt=request.cache_salt)
         source, costs, began = plan.source, self.planner.costs, time.monotonic()
         try:
-            with self._pinned(target, plan):
+            with self._held(target, plan):
                 patience = max(LEAST_S, PATIENCE * (costs.prefill.seconds(plan.new) or 0))
                 async with asyncio.timeout(patience), self._turns[source]:
                     await self.read(target, prefix, await self.lend(source, prefix))
@@ -155,18 +159,20 @@ class KvTransfer:
         return plan.new
 
     @contextmanager
-    def _pinned(self, target: int, plan: Pull) -> Iterator[None]:
+    def _held(self, target: int, plan: Pull) -> Iterator[None]:
         """Both engines hold it; after a failure for as long as the source keeps it."""
-        budget = self.planner.budget
-        pins = [budget.pin(index, plan.tokens) for index in (plan.source, target)]
+        self._hold(target, plan, plan.tokens)
         try:
             yield
         except BaseException:
-            for pin in pins:
-                budget.unpin(pin, time.monotonic() + _port(self._engines[plan.source]).lease_s)
+            keeps_s = _port(self._engines[plan.source]).lease_s
+            asyncio.get_running_loop().call_later(keeps_s, self._hold, target, plan, -plan.tokens)
             raise
-        for pin in pins:
-            budget.unpin(pin)
+        self._hold(target, plan, -plan.tokens)
+
+    def _hold(self, target: int, plan: Pull, tokens: int) -> None:
+        for index in (plan.source, target):
+            self._engines[index].budget.pulled += tokens
 
     async def lend(self, source: int, request: Request) -> KvHandle:
         """A handle on the KV of a prompt (whole blocks), which `source` keeps for one reader.

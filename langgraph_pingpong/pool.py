@@ -199,7 +199,7 @@ class EnginePool:
     """
 
     def __init__(self, engines: Sequence[Engine], kv_pool_ratio: float = KV_POOL_RATIO) -> None:
-        """Take engines that have not been started, and the share of their KV cache that anchors may hold.
+        """Take engines that have not been started, and the share of their KV cache that may be held (kv_budget.py).
 
         Raises:
             DeviceError: there are none.
@@ -207,6 +207,8 @@ class EnginePool:
         if not engines:
             raise DeviceError("A pool needs at least one engine.")
         self.engines = tuple(engines)
+        for engine in self.engines:
+            engine.budget.ratio = kv_pool_ratio
         self.runs: OrderedDict[int, Any] = OrderedDict()
         """The sessions on this pool; session.py fills it. They end with the pool."""
         self.begun: dict[int, Speculation] = {}
@@ -220,9 +222,10 @@ class EnginePool:
         self.evictions = EvictionWatch(self.engines, self.health.lives)
         """What each engine had cached and lost."""
         self._computed = partial(_note_computed, self._placement, self.evictions)  # without the pool: no circle
-        self.anchors = Anchors(self.engines, self.health, kv_pool_ratio, self._computed)
+        self.anchors = Anchors(self.engines, self.health, self._computed)
         """The beginnings of prompts that stay cached."""
-        self.kv = KvTransfer(self.engines, self._placement, self.health)
+        lost = partial(_note_lost, self.evictions, self.anchors)
+        self.kv = KvTransfer(self.engines, self._placement, self.health, lost)
         """What brings KV from one engine to another."""
         self._loop = LoopThread()
         self._starting = threading.Lock()
@@ -274,6 +277,8 @@ class EnginePool:
             await engine.start()
             self.health.serves(index)
         await self.kv.start()
+        for index, seen in enumerate(self.kv.planner.seen):
+            self.evictions.of(index).tells = seen is not None
 
     def close(self) -> None:
         """Shut the engines down and end the loop thread. Safe to call twice."""
@@ -329,7 +334,7 @@ class EnginePool:
                 "cache_tokens": engine.cache_tokens,
                 "anchored": self.anchors.tokens,
                 "anchor_cap": self.anchors.cap,
-                **self.evictions.of(index).told.to_dict(),
+                **self.evictions.of(index).lost.to_dict(),
             }
             for index, engine in enumerate(self.engines)
         ]
@@ -379,6 +384,11 @@ def _note_computed(
 ) -> None:
     placement.computed(index, ids, salt)
     evictions.of(index).computed(ids, salt)
+
+
+def _note_lost(evictions: EvictionWatch, anchors: Anchors, index: int, keys: frozenset[int] | None) -> None:
+    evictions.of(index).evicted(len(keys or ()))
+    anchors.lost(index, keys)
 
 
 def _shut_down(engines: Sequence[Engine], health: Health, loop: LoopThread) -> None:

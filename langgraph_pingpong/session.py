@@ -33,9 +33,6 @@ from langgraph_pingpong.trace import Trace
 MAX_RUNS = 1024
 """How many runs a pool remembers; the ones used least recently are forgotten first."""
 
-BRANCH_SHARE = 0.25
-"""The share of a device's KV cache that prompts may take of which it is not known whether they will be asked for."""
-
 MAX_ANSWERS = 32
 """Finished answers of one run that are kept for edges that open later; those under way are kept as well."""
 
@@ -256,7 +253,7 @@ class Session:
             self.drop(earlier, "its device failed")
             earlier = None
         place = earlier.lease if earlier else self._place(upcoming, upstream, lease, ahead)
-        if place is not None and earlier is None and not self._has_room(place, upcoming):
+        if place is not None and earlier is None and not _has_room(place, upcoming):
             place.release()
             place = None
         if place is None:
@@ -281,18 +278,6 @@ class Session:
         if not ahead:
             return self.pool.lease(lease.index, upcoming.prompt.ids, upstream.request.cache_salt)
         return self.pool.lease_ahead(lease, ahead, upcoming.prompt.ids, upstream.request.cache_salt)
-
-    def _has_room(self, place: Lease, upcoming: Upcoming) -> bool:
-        """Whether a device may hold one more prompt that nobody may ask for, beside those that it holds."""
-        limit = place.engine.cache_tokens
-        if upcoming.branched is None or limit is None:
-            return True
-        edges = (edge for run in self.pool.runs.values() for edge in run.guesses() if edge.lease.index == place.index)
-        return sum(len(edge.upcoming.prompt.ids) for edge in edges) + len(upcoming.prompt.ids) <= limit * BRANCH_SHARE
-
-    def guesses(self) -> list[StreamingEdge]:
-        """The edges to calls that may not come."""
-        return [edge for edge in self._edges.values() if edge.upcoming.branched is not None]
 
     def drop(self, edge: StreamingEdge, reason: str) -> None:
         """Forget an edge that no call will claim."""
@@ -340,6 +325,11 @@ def session_of(owner: object | None, pool: EnginePool) -> Session:
     if len(pool.runs) > MAX_RUNS:
         pool.runs.popitem(last=False)[1].close()
     return session
+
+
+def _has_room(place: Lease, upcoming: Upcoming) -> bool:
+    """Whether a device may hold one more prompt, beside those that it holds, if nobody may ask for it."""
+    return upcoming.branched is None or place.engine.budget.may_branch(len(upcoming.prompt.ids))
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

@@ -154,7 +154,7 @@ class Settings(ConfigAwareChatModel):
     enforce_eager: bool | None = None
     """Compile nothing and capture no CUDA graphs: a faster start, slower answers. On CPUs True by itself."""
     kv_pool_ratio: float = Field(default=KV_POOL_RATIO, gt=0, le=1)
-    """The share of an engine's KV cache that anchors and prompts that are prefilled may hold together.
+    """The share of an engine's KV cache that anchors, prompts that are prefilled and KV that is read may hold together.
 
     The rest is for answers and for what is cached of earlier ones. `kv_budget.py` has the policy.
     """

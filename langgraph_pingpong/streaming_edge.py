@@ -85,6 +85,9 @@ class StreamingEdge:
         self.upstream = upstream
         self._emit_event = emit
         self._cache_salt = cache_salt
+        self._budget = lease.engine.budget
+        self._guessed = len(upcoming.prompt.ids) if upcoming.branched is not None else 0
+        self._budget.branches += self._guessed
         self._grown = asyncio.Event()
         self._open: Appends | None = lease.engine.open_appends(cache_salt)
         self._held = lease.held_tokens(upcoming.prompt.ids, cache_salt)
@@ -293,6 +296,8 @@ class StreamingEdge:
         self._cancel_timer()
 
     def _let_go(self) -> None:
+        self._budget.branches -= self._guessed
+        self._guessed = 0
         if self._open is not None:
             self._open.let_go()
 

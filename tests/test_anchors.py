@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -174,7 +175,9 @@ class TestCap:
     async def kept_within(self, doing: list[tuple[bool, int, int]], ratio: float) -> None:
         engine = FakeEngine(tokenizer=None, cache_tokens=1200, max_model_len=400)
         placement = Placement(1)
-        book = anchors.Anchors([engine], Health([engine], placement), ratio, placement.computed)
+        engine.budget.ratio = ratio
+        await engine.start()
+        book = anchors.Anchors([engine], Health([engine], placement), placement.computed)
         made = list[anchors.Anchor]()
         assert book.cap == min(int(1200 * ratio), 800)
         for begins, which, size in doing:
@@ -184,7 +187,7 @@ class TestCap:
                 await self.end(book, made, which % len(made))
             held = {tuple(each._ids) for each in engine.appends}
             assert held == {each._kept.ids for each in made}
-            assert book.tokens == sum(len(ids) + 16 for ids in held) <= book.cap
+            assert engine.budget.anchored == book.tokens == sum(len(ids) + 16 for ids in held) <= book.cap
         while made:
             await self.end(book, made, 0)
         assert (book.tokens, engine.appends) == (0, [])
@@ -208,6 +211,35 @@ class TestCap:
             assert fits
 
 
+class TestBudget:
+    def test_an_anchor_waits_for_reads(self, lab: Lab) -> None:
+        model = lab.model(1, speed={"cache_tokens": 2000, "max_model_len": 590})
+        model.start()
+        budget = lab.engines[0].budget
+        budget.pulled = 1500  # more than there may be at once, so that a short anchor has to wait
+        with ThreadPoolExecutor(1) as aside:
+            making = aside.submit(model.anchor, RULES)
+            wait_until(lambda: budget.anchored > 0, 2, "anchor")
+            assert not budget.may_pull(1)
+            assert (making.done(), lab.engines[0].prefills) == (False, [])
+            budget.pulled = 0
+            with making.result(5) as anchor:
+                assert anchor.devices == ["fake:0"]
+        wait_until(lambda: budget.anchored == 0, 2, "end of the anchor")
+
+    def test_open_prompts_make_way_for_anchors(self, lab: Lab) -> None:
+        model = lab.model(1, speed={"cache_tokens": 1000, "max_model_len": 500})
+        model.start()
+        engine, pool = lab.engines[0], model._serving().pool
+        engine.budget.ratio = 0.6
+        appends = engine.open_appends()
+        assert appends is not None
+        assert pool.loop.run(appends.append(range(400))) == 0
+        with model.anchor(RULES):
+            assert pool.loop.run(appends.append(range(16))) is None
+            assert (engine.budget.prompts, held(engine)) == (0, [True])
+
+
 class TestSettings:
     @pytest.mark.parametrize("ratio", [0.0, 1.5])
     def test_a_share_is_a_share(self, ratio: float) -> None:
@@ -227,7 +259,7 @@ class TestSettings:
 
     def test_the_share_reaches_the_cap(self) -> None:
         with ChatPingPong(devices=["fake:0"], kv_pool_ratio=0.5, max_model_len=1000) as model:
-            model._serving().pool.engines[0].cache_tokens = 10_000  # type: ignore[misc]
+            model._serving().pool.engines[0].budget.began(10_000, 1000, block_size=16)
             assert model.memory()[0]["anchor_cap"] == 5000
 
 
@@ -245,17 +277,17 @@ class TestEvictions:
         assert watch.computed_before(range(20), None) == 16  # the last token is computed in any case
         assert (watch.computed_before(range(20), "salt"), watch.computed_before(range(1, 20), None)) == (0, 0)
         assert watch.found(20, 20) == 0
-        assert watch.told.to_dict() == {"evicted": 0, "needed_again": 0}
+        assert watch.lost.to_dict() == {"evicted": 0, "needed_again": 0}
         assert watch.found(20, 8) == 12
-        assert watch.told.to_dict() == {"evicted": 12, "needed_again": 12}
+        assert watch.lost.to_dict() == {"evicted": 12, "needed_again": 12}
 
     def test_count_what_did_not_fit(self) -> None:
         watch = self.watch(10)
         for start in range(0, 1000, 100):
             watch.computed(range(start, start + 8), None)
-        assert watch.told.evicted == (20 - 10) * 4
+        assert watch.lost.evicted == (20 - 10) * 4
         watch.was_emptied()
-        assert watch.told.evicted == 0
+        assert watch.lost.evicted == 0
 
     def test_show_in_certificates_and_by_device(self, lab: Lab) -> None:
         model = lab.model(1)

@@ -23,7 +23,7 @@ from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.fake_engine import FakeAppends
 from langgraph_pingpong.engines.vllm_appends import AHEAD, AppendsBook, VllmAppends, are_sound
 from langgraph_pingpong.errors import CallRefused, EngineDead
-from langgraph_pingpong.kv_budget import KvBudget
+from langgraph_pingpong.kv_budget import BRANCH_SHARE, PULL_SHARE, KvBudget
 from langgraph_pingpong.pool import Lease
 from tests.conftest import wait_until
 
@@ -163,7 +163,7 @@ class TestAppendsBook:
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["open", "append", "answer", "end", "anchor", "release"]),
+        st.sampled_from(["open", "append", "answer", "end", "anchor", "release", "pull", "read", "guess", "drop"]),
         st.integers(0, 7),
         st.integers(1, 400),
     ),
@@ -177,19 +177,37 @@ class TestBudget:
         asyncio.run(self.obeyed(doing, KvBudget(capacity, 200, ratio)))
 
     async def obeyed(self, doing: list[tuple[str, int, int]], budget: KvBudget) -> None:
-        """Whatever opens, grows, answers and is anchored: all that is held fits, and so does the longest answer."""
+        """Whatever opens, grows, answers, is anchored or read: all that is held fits, and the longest answer."""
         book, answers = AppendsBook(budget, 8), list[Any]()
         for what, which, size in doing:
+            self.claim(what, size, budget)
             await self.do(what, which, size, book, answers)
-            assert sum(each.held for each in book._open) == book.held + budget.anchored <= budget.share
+            assert book.held == budget.prompts
+            assert sum(each.held for each in book._open) == book.held + budget.anchored <= budget.share - budget.pulled
             assert budget.anchored <= budget.anchor_cap
+            assert budget.pulled <= budget.capacity * PULL_SHARE
+            assert budget.branches <= budget.capacity * BRANCH_SHARE
             assert not budget.anchored or budget.anchored + budget.longest <= budget.capacity
             assert not book.held or book.held + budget.anchored + budget.answering <= budget.capacity
             assert len(book) <= 8
         for answer in answers:
             answer.__exit__(None, None, None)
         await book.close()
-        assert (book.held, budget.anchored, budget.answering) == (0, 0, 0)
+        assert (book.held, budget.prompts, budget.answering) == (0, 0, 0)
+
+    def claim(self, what: str, size: int, budget: KvBudget) -> None:
+        """A pull begins, or the prompt of a branch candidate: never into what others hold; and their ends."""
+        match what:
+            case "pull" if budget.may_pull(size):
+                budget.pulled += size
+                assert budget.held <= budget.share
+            case "guess" if budget.may_branch(size):
+                budget.branches += size
+                assert budget.held <= budget.share
+            case "read":
+                budget.pulled = max(0, budget.pulled - size)
+            case "drop":
+                budget.branches = max(0, budget.branches - size)
 
     async def do(self, what: str, which: int, size: int, book: AppendsBook, answers: list[Any]) -> None:
         of_kind = {keep: [each for each in book._open if each.keep is keep] for keep in (False, True)}
@@ -204,11 +222,19 @@ class TestBudget:
             case "end" if answers:
                 answers.pop(which % len(answers)).__exit__(None, None, None)
             case "anchor" if book.budget.anchored + size <= book.budget.anchor_cap:
-                opened = book.open(Stream(), None, 10_000, keep=True)
-                if opened is not None:
-                    await opened.append(range(size))
+                await self.anchor(size, book)
             case "release" if kept := of_kind[True]:
+                book.budget.anchored -= kept[which % len(kept)].held
                 await kept[which % len(kept)].close()
+
+    async def anchor(self, size: int, book: AppendsBook) -> None:
+        """As `Anchors` does: what it asks for counts at once, and is taken when pulls leave the room."""
+        book.budget.anchored += size
+        opened = book.open(Stream(), None, 10_000, keep=True) if book.budget.anchors_fit else None
+        if opened is None:
+            book.budget.anchored -= size
+        else:
+            await opened.append(range(size))
 
 
 class TestVllmAppends:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, agent_node
-from langgraph_pingpong.session import BRANCH_SHARE
-from tests.conftest import wait_until
+from langgraph_pingpong.kv_budget import BRANCH_SHARE
+from tests.conftest import edges_on, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Lab, Recorder
@@ -55,7 +55,7 @@ def sees(lab: Lab, model: ChatPingPong, task: str, graph: Any) -> Recorder:
 
 
 def _guesses(model: ChatPingPong) -> list[Any]:
-    return [edge for run in model._serving().pool.runs.values() for edge in run.guesses()]
+    return [edge for edge in edges_on(model._serving().pool) if edge.upcoming.branched is not None]
 
 
 @pytest.mark.parametrize(("limit", "prefilled"), [(0, 0), (1, 1), (3, 3), (8, 4)])

@@ -123,6 +123,8 @@ def test_reading_3000_tokens_is_faster_than_computing_them(model: ChatPingPong) 
     assert (read["ids"], read["pulled"]) == (computed["ids"], 2976)
     assert read["ttft"] < computed["ttft"] / 2, f"{read['ttft']:.2f} s read, {computed['ttft']:.2f} s computed"
     wait_until(lambda: held(model, ids) == [93, 93], 2.0, "word of what is cached")
+    assert all(model._serving().pool.evictions.of(index).tells for index in (0, 1))
+    assert [each["evicted"] for each in model.memory()] == [0, 0]  # there was room for all
 
 
 def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:

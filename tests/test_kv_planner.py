@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from langgraph_pingpong.engines.base import KvExport
+from langgraph_pingpong.kv_budget import PULL_SHARE, KvBudget
 from langgraph_pingpong.kv_handles import MARGIN_S, HandleRefused, KvHandle, agree, prompt_digest
-from langgraph_pingpong.kv_planner import MIN_TOKENS, OBSERVATIONS, Budget, Costs, KvPlanner, Line, Pull, SeenBlocks
+from langgraph_pingpong.kv_planner import MIN_TOKENS, OBSERVATIONS, Costs, KvPlanner, Line, Pull, SeenBlocks
 from langgraph_pingpong.placement import Placement, block_keys
 
 BLOCK = 16
@@ -21,8 +21,7 @@ PULL_S, PREFILL_S = 1e-5, 1e-3
 
 
 def planner(size: int = 3, limit: int = 10_000, pull_s: float = PULL_S, prefill_s: float = PREFILL_S) -> KvPlanner:
-    made = KvPlanner(Placement(size))
-    made.budget.limits = [limit] * size
+    made = KvPlanner(Placement(size), [KvBudget(int(limit / PULL_SHARE)) for _ in range(size)])
     for tokens in (100, 1000):
         made.costs.pull.observe(tokens, tokens * pull_s)
         made.costs.prefill.observe(tokens, tokens * prefill_s)
@@ -37,71 +36,71 @@ class TestThePlanner:
     def test_reads_what_another_engine_holds(self) -> None:
         made = planner()
         hold(made, 1, 640)
-        assert made.plan(0, (1, 2), PROMPT, None, 0.0) == Pull(1, 640, 640)
+        assert made.plan(0, (1, 2), PROMPT, None) == Pull(1, 640, 640)
 
     def test_uses_what_is_here_and_reads_the_rest(self) -> None:
         made = planner()
         hold(made, 0, 160)
         hold(made, 2, 640)
-        assert made.plan(0, (1, 2), PROMPT, None, 0.0) == Pull(2, 640, 480)
+        assert made.plan(0, (1, 2), PROMPT, None) == Pull(2, 640, 480)
 
     def test_takes_the_source_that_saves_most(self) -> None:
         made = planner()
         hold(made, 1, 320)
         hold(made, 2, 640)
-        assert made.plan(0, (1, 2), PROMPT, None, 0.0) == Pull(2, 640, 640)
+        assert made.plan(0, (1, 2), PROMPT, None) == Pull(2, 640, 640)
 
     def test_takes_the_less_busy_of_equals(self) -> None:
         made = planner()
         hold(made, 1, 640)
         hold(made, 2, 640)
         made._placement.leases = [0, 2, 1]
-        assert made.plan(0, (1, 2), PROMPT, None, 0.0) == Pull(2, 640, 640)
+        assert made.plan(0, (1, 2), PROMPT, None) == Pull(2, 640, 640)
 
     def test_leaves_the_last_token_to_be_computed(self) -> None:
         made = planner()
         hold(made, 1, 640)
-        assert made.plan(0, (1,), PROMPT[:640], None, 0.0) == Pull(1, 624, 624)
+        assert made.plan(0, (1,), PROMPT[:640], None) == Pull(1, 624, 624)
 
     @pytest.mark.parametrize("held_here", [640, 640 - MIN_TOKENS + BLOCK])
     def test_reads_nothing_where_little_is_missing(self, held_here: int) -> None:
         made = planner()
         hold(made, 1, 640)
         hold(made, 0, held_here)
-        assert made.plan(0, (1,), PROMPT, None, 0.0) is None
+        assert made.plan(0, (1,), PROMPT, None) is None
 
     def test_computes_where_that_is_faster(self) -> None:
         made = planner(pull_s=2e-3)
         hold(made, 1, 640)
-        assert made.plan(0, (1,), PROMPT, None, 0.0) is None
+        assert made.plan(0, (1,), PROMPT, None) is None
 
     def test_reads_nothing_before_it_was_measured(self) -> None:
         made = planner()
         made.costs = Costs()
         hold(made, 1, 640)
-        assert made.plan(0, (1,), PROMPT, None, 0.0) is None
+        assert made.plan(0, (1,), PROMPT, None) is None
 
     def test_does_not_mix_salts(self) -> None:
         made = planner()
         hold(made, 1, 640, salt="a")
-        assert made.plan(0, (1,), PROMPT, "b", 0.0) is None
+        assert made.plan(0, (1,), PROMPT, "b") is None
 
     def test_reads_from_no_engine_that_is_down(self) -> None:
         made = planner()
         hold(made, 1, 640)
         made._placement.places[1].up = False
-        assert made.plan(0, (1,), PROMPT, None, 0.0) is None
+        assert made.plan(0, (1,), PROMPT, None) is None
 
     def test_believes_an_engine_that_tells_more_than_its_own_book(self) -> None:
         made = planner()
         hold(made, 1, 640)
         made.seen[1] = seen = SeenBlocks(made._placement.places[1].held)
-        assert made.plan(0, (1,), PROMPT, None, 0.0) is None
+        assert made.plan(0, (1,), PROMPT, None) is None
         keys = block_keys(PROMPT[:640], BLOCK, None)
         seen.add(keys)
-        assert made.plan(0, (1,), PROMPT, None, 0.0) == Pull(1, 640, 640)
+        assert made.plan(0, (1,), PROMPT, None) == Pull(1, 640, 640)
         seen.discard(keys[10:])
-        assert made.plan(0, (1,), PROMPT, None, 0.0) == Pull(1, 160, 160)
+        assert made.plan(0, (1,), PROMPT, None) == Pull(1, 160, 160)
         assert made._placement.held_tokens(PROMPT, None)[1] == 160
 
     @given(
@@ -128,8 +127,8 @@ class TestThePlanner:
         ]
         truth = [_held(made, index, holds, evicted) for index in range(3)]
         for index, tokens in pinned:
-            made.budget.pin(index, tokens)
-        if (pull := made.plan(0, (0, 1, 2), PROMPT[:length], None, 0.0)) is None:
+            made._budgets[index].pulled += tokens
+        if (pull := made.plan(0, (0, 1, 2), PROMPT[:length], None)) is None:
             return
         keys = block_keys(PROMPT[: pull.tokens], BLOCK, None)
         assert pull.source != 0 and len(keys) * BLOCK == pull.tokens < length
@@ -137,7 +136,7 @@ class TestThePlanner:
         assert MIN_TOKENS <= pull.new <= pull.tokens
         assert costs[0] < costs[1]
         for index in (0, pull.source):
-            assert made.budget.pinned(index, 0.0) + pull.tokens <= 1000
+            assert made._budgets[index].pulled + pull.tokens <= 1000
 
 
 def _held(
@@ -193,48 +192,6 @@ class TestALine:
         for tokens in (1, 10**6):
             seconds = line.seconds(tokens)
             assert seconds is not None and math.isfinite(seconds) and seconds > 0
-
-
-class BudgetLife(RuleBasedStateMachine):
-    """Whoever asks first whether it fits never pins more than there may be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.budget, self.now = Budget(2), 0.0
-        self.budget.limits = [500, 300]
-        self.pins: list[tuple[object, int, int]] = []
-        self.leaving: list[tuple[float, int, int]] = []
-
-    @rule(index=st.integers(0, 1), tokens=st.integers(1, 400))
-    def pin(self, index: int, tokens: int) -> None:
-        if self.budget.fits(index, tokens, self.now):
-            self.pins.append((self.budget.pin(index, tokens), index, tokens))
-
-    @rule(late=st.sampled_from([None, 5.0]))
-    def unpin(self, late: float | None) -> None:
-        if not self.pins:
-            return
-        entry, index, tokens = self.pins.pop(0)
-        if late is None:
-            self.budget.unpin(entry)  # type: ignore[arg-type]
-        else:
-            self.budget.unpin(entry, self.now + late)  # type: ignore[arg-type]
-            self.leaving.append((self.now + late, index, tokens))
-
-    @rule(seconds=st.floats(0.1, 4.0))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @invariant()
-    def stays_within(self) -> None:
-        left = [(until, index, tokens) for until, index, tokens in self.leaving if until > self.now]
-        for index, limit in enumerate(self.budget.limits):
-            held = sum(tokens for _, at, tokens in self.pins if at == index)
-            held += sum(tokens for _, at, tokens in left if at == index)
-            assert self.budget.pinned(index, self.now) == held <= limit
-
-
-TestTheBudget = BudgetLife.TestCase
 
 
 def handle(prompt: str = "p", expires: float = 10.0) -> KvHandle:

@@ -182,7 +182,7 @@ class TestWhatGoesWrong:
         handle = on(model, kv_of(model).lend(0, Request(IDS[:1008])))
         self.used_and_refused(model, handle, IDS[:1008], "expired")
         assert on(model, answer(model, 1))[0] == right
-        assert kv_of(model).counts["expired"] == 1
+        assert kv_of(model).counts == {"expired": 1}
 
     def test_of_an_earlier_life(self, model: ChatPingPong, right: str) -> None:
         handle = on(model, kv_of(model).lend(0, Request(IDS[:1008])))
@@ -229,8 +229,14 @@ class TestWhatGoesWrong:
         text, cached, pulled = on(model, answer(model, 1))
         assert (text, cached, pulled) == (right, 0, 0)
         assert kv_of(model).counts == {"too slow": 1}
-        budget, pinned = kv_of(model).planner.budget, 1008
-        assert [budget.pinned(index, asyncio.run(_now())) for index in (0, 1)] == [pinned, pinned]
+        assert [engine.budget.pulled for engine in pair] == [1008, 1008]
+
+    def test_what_a_failed_one_held_is_free_when_the_source_lets_go(
+        self, model: ChatPingPong, pair: list[FakeEngine], right: str
+    ) -> None:
+        pair[0].kv.lease_s = 0.05  # type: ignore[union-attr]
+        assert on(model, answer(model, 1)) == (right, 0, 0)
+        wait_until(lambda: [engine.budget.pulled for engine in pair] == [0, 0], 2.0, "room")
 
     def test_a_source_that_is_killed_in_mid_transfer(
         self, model: ChatPingPong, pair: list[FakeEngine], right: str
@@ -287,12 +293,18 @@ class TestWhatGoesWrong:
         assert 1 < most <= AT_ONCE
 
     def test_the_budget_bounds_what_is_pinned(self, model: ChatPingPong, pair: list[FakeEngine], right: str) -> None:
-        kv_of(model).planner.budget.limits = [1000, 1000]
+        pair[1].budget.capacity = 4000
         assert on(model, answer(model, 1)) == (right, 0, 0)
+        pair[1].forget()
+        pair[1].budget.capacity = 4096
+        assert on(model, answer(model, 1))[1:] == (1008, 1008)
+        assert [engine.budget.pulled for engine in pair] == [0, 0]
 
-
-async def _now() -> float:
-    return asyncio.get_running_loop().time()
+    def test_nothing_is_read_into_what_others_hold(
+        self, model: ChatPingPong, pair: list[FakeEngine], right: str
+    ) -> None:
+        pair[1].budget.capacity, pair[1].budget.anchored = 10_000, 7_600
+        assert on(model, answer(model, 1)) == (right, 0, 0)
 
 
 class TestAGraph:

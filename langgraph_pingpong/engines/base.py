@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
+from langgraph_pingpong.kv_budget import KvBudget
+
 PREFILL_PRIORITY = 1
 """vLLM serves lower numbers first; answers have 0."""
 
@@ -188,10 +190,10 @@ class BlockBook(Protocol):
         """They are cached, in this order within a prompt."""
 
     def discard(self, keys: Sequence[int]) -> None:
-        """They are not any more."""
+        """They were evicted."""
 
     def clear(self) -> None:
-        """None is."""
+        """None is any more, or nothing is known of them: they were not evicted."""
 
 
 class Engine(Protocol):
@@ -215,6 +217,10 @@ class Engine(Protocol):
     @property
     def cache_tokens(self) -> int | None:
         """How many tokens the prefix cache can hold, None where that is unknown. Valid from the first start on."""
+
+    @property
+    def budget(self) -> KvBudget:
+        """Who holds how much of the KV cache; the same object in all lives of the engine. It is told of each start."""
 
     @property
     def piece_tokens(self) -> int:

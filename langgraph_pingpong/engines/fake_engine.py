@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.fake_kv import FakeKv
 from langgraph_pingpong.errors import CallRefused, EngineDead
+from langgraph_pingpong.kv_budget import KvBudget
 from langgraph_pingpong.placement import block_keys
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class FakeAppends:
 
     def __init__(self, engine: FakeEngine, cache_salt: str | None, keep: bool = False) -> None:
         self.keep = keep
+        self.held = 0
+        """Tokens of the prompt, and of the piece under way."""
         self._engine = engine
         self._cache_salt = cache_salt
         self._ids: tuple[int, ...] = ()
@@ -98,13 +101,17 @@ class FakeAppends:
     @property
     def keys(self) -> list[int]:
         """Of the blocks that it holds."""
-        return self._engine._block_keys(self._ids, self._cache_salt)
+        return block_keys(self._ids, self._engine.block_size, self._cache_salt)
 
     async def append(self, ids: Sequence[int]) -> int | None:
-        """Compute more of the prompt."""
-        if self not in self._engine.appends:
+        """Compute more of the prompt; one for which there is no room is closed."""
+        engine, whole = self._engine, (*self._ids, *ids)
+        if not self.keep and engine.budget.prompts + len(whole) - self.held > engine.budget.room:
+            self.let_go()
+        if not self.is_open:
             return None
-        whole = (*self._ids, *ids)
+        self.held = len(whole)
+        engine.count_prompts()
         try:
             found = await self._engine.prefill(Request(whole, cache_salt=self._cache_salt))
         except BaseException:
@@ -117,6 +124,7 @@ class FakeAppends:
         """Close it."""
         if self in self._engine.appends:
             self._engine.appends.remove(self)
+            self._engine.count_prompts()
 
     async def close(self) -> None:
         """Close it."""
@@ -165,6 +173,7 @@ class FakeEngine:
     dead: bool = False
     cache_tokens: int | None = None
     """What `cache_tokens` of an engine tells; the modelled cache forgets what `evict` is told to, and nothing else."""
+    budget: KvBudget = field(default_factory=KvBudget, repr=False)
     _cache: set[int] = field(default_factory=set, repr=False)
     _lost: set[str] = field(default_factory=set, repr=False)
 
@@ -184,6 +193,7 @@ class FakeEngine:
     async def start(self) -> None:
         """Count the start; nothing needs bringing up."""
         self.starts += 1
+        self.budget.began(self.cache_tokens, self.max_model_len, self.block_size)
 
     async def restart(self) -> None:
         """Live again, with an empty cache."""
@@ -193,7 +203,7 @@ class FakeEngine:
             raise self.fail_restart
         self._lost |= self.running
         self.stopped = self.dead = False
-        self.appends.clear()
+        await self._close_appends()
         self.forget()
 
     def die(self) -> None:
@@ -221,17 +231,19 @@ class FakeEngine:
         self._cache.clear()
         if self._kv is not None:
             self._kv.wrong.clear()
-            if self._kv.book is not None:
-                self._kv.book.clear()
+            self._kv.tell(lambda book: book.clear())
 
     def store(self, request: Request) -> list[int]:
         """A prompt is cached; returns the keys of its blocks."""
-        ids, salt = request.prompt_token_ids, request.cache_salt
-        keys = self._block_keys(ids, salt)
+        keys = block_keys(request.prompt_token_ids, self.block_size, request.cache_salt)
         self._cache.update(keys)
-        if self._kv is not None and self._kv.book is not None:
-            self._kv.book.add(block_keys(ids, self.block_size, salt))
+        if self._kv is not None:
+            self._kv.tell(lambda book: book.add(keys))
         return keys
+
+    def count_prompts(self) -> None:
+        """Bring the budget up to date."""
+        self.budget.prompts = sum(each.held for each in self.appends if not each.keep)
 
     async def _close_appends(self) -> None:
         for appends in list(self.appends):
@@ -245,23 +257,18 @@ class FakeEngine:
 
     def evict(self) -> None:
         """Forget all that no open prompt holds, as after a flood of other prompts. May be called from any thread."""
-        self._cache.intersection_update({key for each in list(self.appends) for key in each.keys})
+        gone = list(self._cache.difference(*(each.keys for each in list(self.appends))))
+        self._cache.difference_update(gone)
+        if self._kv is not None:
+            self._kv.tell(lambda book: book.discard(gone))
 
     def cached_tokens(self, ids: Sequence[int], salt: str | None = None) -> int:
         """How much of a prompt the cache would serve: whole blocks, and never the last token."""
         usable = (len(ids) - 1) // self.block_size
-        for count, key in enumerate(self._block_keys(ids, salt)[:usable]):
+        for count, key in enumerate(block_keys(ids, self.block_size, salt)[:usable]):
             if key not in self._cache:
                 return count * self.block_size
         return max(usable, 0) * self.block_size
-
-    def _block_keys(self, ids: Sequence[int], salt: str | None) -> list[int]:
-        """One key for each full block, which stands for it and everything before it."""
-        keys, parent = [], hash(salt)
-        for start in range(0, len(ids) // self.block_size * self.block_size, self.block_size):
-            parent = hash((parent, tuple(ids[start : start + self.block_size])))
-            keys.append(parent)
-        return keys
 
     async def prefill(self, request: Request) -> int:
         """Put a prompt into the cache; returns the tokens found there."""
@@ -330,7 +337,7 @@ class FakeEngine:
     def _deltas(self, request: Request) -> list[Delta]:
         reply = self.reply(self.tokenizer.decode(list(request.prompt_token_ids)))
         if self._kv is not None and self._kv.wrong.intersection(
-            self._block_keys(request.prompt_token_ids, request.cache_salt)
+            block_keys(request.prompt_token_ids, self.block_size, request.cache_salt)
         ):
             reply = WRONG
         if not isinstance(reply, str):

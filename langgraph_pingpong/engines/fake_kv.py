@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ class FakeKv:
     """Every pull that was asked for."""
     wrong: set[int] = field(default_factory=set, repr=False)
     """Blocks in the cache whose KV is another prompt's."""
-    book: BlockBook | None = field(default=None, repr=False)
+    _book: BlockBook | None = field(default=None, repr=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
     _kept: dict[str, float] = field(default_factory=dict, repr=False)
 
     @property
@@ -54,11 +56,18 @@ class FakeKv:
 
     def listen(self, book: BlockBook) -> bool:
         """Note in `book` what is cached from now on."""
-        self.book = book if self.tells else None
+        self._book, self._loop = (book if self.tells else None), asyncio.get_running_loop()
         return self.tells
+
+    def tell(self, what: Callable[[BlockBook], None]) -> None:
+        """Have something noted on the loop of the pool, in order. As with real engines it is heard a little later."""
+        if self._book is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what, self._book)
 
     def distrust(self) -> None:
         """Serve nothing of what is cached."""
+        for appends in list(self.engine.appends):
+            appends.let_go()
         self.engine.forget()
 
     async def export(self, request: Request) -> KvExport:

@@ -29,6 +29,7 @@ from langgraph_pingpong.errors import (
     ServerFailed,
     WrongServer,
 )
+from langgraph_pingpong.kv_budget import KvBudget
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -75,6 +76,8 @@ class ServerEngine:
         self._served: Served | None = None
         self._salt: str | None = None
         self._running: set[str] = set()
+        self.budget = KvBudget()
+        """Of unknown size: the cache is others', too."""
 
     @property
     def device(self) -> str:

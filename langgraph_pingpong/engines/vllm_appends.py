@@ -190,7 +190,7 @@ class AppendsBook:
     def _close_oldest(self) -> None:
         for appends in self._open:
             if not appends.keep:
-                del self._open[appends]
+                self.forget(appends)
                 appends.let_go()
                 return
 
@@ -198,17 +198,14 @@ class AppendsBook:
         """Close the prompts that were used least recently until the others fit; `keep` was used just now."""
         if keep in self._open:
             self._open[keep] = self._open.pop(keep)
-        self._count_anchors()
         held, room = self.held, self.budget.room
         for appends in [each for each in self._open if not each.keep]:
             if held <= room:
-                return
+                break
             held -= appends.held
             del self._open[appends]
             appends.let_go()
-
-    def _count_anchors(self) -> None:
-        self.budget.anchored = sum(each.held for each in self._open if each.keep)
+        self.budget.prompts = held
 
     @contextmanager
     def answer(self, prompt: int, longest: int) -> Iterator[Callable[[int], None]]:
@@ -236,7 +233,12 @@ class AppendsBook:
     def forget(self, appends: VllmAppends) -> None:
         """A prompt was closed."""
         self._open.pop(appends, None)
-        self._count_anchors()
+        self.budget.prompts = self.held
+
+    def let_go(self) -> None:
+        """Close every prompt soon."""
+        for appends in self._open:
+            appends.let_go()
 
     async def close(self) -> None:
         """Close every prompt."""

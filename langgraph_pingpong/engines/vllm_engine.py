@@ -62,8 +62,10 @@ class VllmEngine:
         self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
-        self._appends = _closed_book()
-        self._kv = VllmKv(config.kind, self._outputs) if config.kv_transfer else None
+        self.budget = KvBudget()
+        """Who holds how much of the KV cache."""
+        self._appends = AppendsBook(self.budget, 0)
+        self._kv = VllmKv(config.kind, self._outputs, lambda: self._appends.let_go()) if config.kv_transfer else None
 
     @property
     def device(self) -> str:
@@ -180,12 +182,12 @@ class VllmEngine:
         import vllm
 
         config = self._engine.vllm_config
-        budget = KvBudget(self.cache_tokens or 0, self.max_model_len, self._config.kv_pool_ratio)
-        book = AppendsBook(budget, config.scheduler_config.max_num_seqs // ONE_IN)
+        self.budget.began(self.cache_tokens, self.max_model_len, self.block_size)
+        book = AppendsBook(self.budget, config.scheduler_config.max_num_seqs // ONE_IN)
         if book.max_open and vllm.__version_tuple__[:2] >= SINCE:
             self._appends = book
             if not await are_sound(self):
-                self._appends = _closed_book()
+                self._appends = AppendsBook(self.budget, 0)
 
     async def restart(self) -> None:
         """Replace the engine's process, dead or alive, by a new one.
@@ -338,11 +340,6 @@ class VllmEngine:
         if constraint := sampling.get("structured_outputs"):
             sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
         return SamplingParams(**sampling)
-
-
-def _closed_book() -> AppendsBook:
-    """That of an engine on which no prompt grows."""
-    return AppendsBook(KvBudget(0, 0), 0)
 
 
 def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, likeliest: int) -> Delta:

@@ -55,9 +55,11 @@ def kv_environment(kind: str) -> dict[str, str]:
 class VllmKv:
     """The side of one engine. It stays when the engine is built anew."""
 
-    def __init__(self, kind: str, send: Send) -> None:
+    def __init__(self, kind: str, send: Send, let_go: Callable[[], None]) -> None:
+        """Take the kind of device, who sends requests, and who closes the prompts that are open."""
         self._kind = kind
         self._send = send
+        self._let_go = let_go
         self._book: BlockBook | None = None
         self._epoch = 0
         self._events: KvEvents | None = None
@@ -115,6 +117,7 @@ class VllmKv:
     def distrust(self) -> None:
         """From now on everything is cached under other salts: nothing finds what there was before."""
         self._epoch += 1
+        self._let_go()  # under their salt nobody will ask
         if self._events is not None and self._book is not None:
             self._events.forget(self._book)
 
