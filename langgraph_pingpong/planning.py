@@ -49,34 +49,36 @@ MAX_SAMPLINGS = 4096
 class Samplings:
     """How the calls of graphs sampled their last answers, so that an answer can be begun before its call comes.
 
-    Told apart by node and number alone: a call of another graph, or another tenant, that samples in another way does
-    not take over an answer that was begun in vain.
+    Told apart by node and number, and by whether the call reads the results of tools: an agent's first call may have to
+    call one, and the next is free. A call of another graph, or another tenant, that samples in another way does not
+    take over an answer that was begun in vain.
     """
 
     def __init__(self) -> None:
-        self._last: OrderedDict[CallKey, Sampling] = OrderedDict()
+        self._last: OrderedDict[tuple[CallKey, bool], Sampling] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, key: CallKey) -> Sampling | None:
-        """That of the last such call, if there was one."""
+    def of(self, key: CallKey, after_tools: bool) -> Sampling | None:
+        """That of the last such call, or of the other kind if there was none."""
         with self._lock:
-            return self._last.get(key)
+            return self._last.get((key, after_tools), self._last.get((key, not after_tools)))
 
-    def remember(self, key: CallKey, request: Request, max_model_len: int) -> None:
+    def remember(self, key: CallKey, after_tools: bool, request: Request, max_model_len: int) -> None:
         """Keep what a call asked for, but for a limit that is only what the context leaves."""
         sampling = dict(request.sampling)
         if len(request.prompt_token_ids) + sampling.get("max_tokens", 0) == max_model_len:
             del sampling["max_tokens"]
         with self._lock:
-            self._last[key] = sampling
-            self._last.move_to_end(key)
+            self._last[key, after_tools] = sampling
+            self._last.move_to_end((key, after_tools))
             if len(self._last) > MAX_SAMPLINGS:
                 self._last.popitem(last=False)
 
     def forget(self, key: CallKey) -> None:
-        """Let go of what such a call asked for."""
+        """Let go of what such calls asked for."""
         with self._lock:
-            self._last.pop(key, None)
+            for after_tools in (True, False):
+                self._last.pop((key, after_tools), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class PlannedCall:
 
     def remember_sampling(self, request: Request, max_model_len: int) -> None:
         """Let the answer of the next such call be begun before it comes."""
-        self._samplings.remember(self.record.key, request, max_model_len)
+        self._samplings.remember(self.record.key, _reads_results(self.record.messages), request, max_model_len)
 
     def forget_sampling(self) -> None:
         """Let no answer of such a call be begun before it comes."""
@@ -146,7 +148,7 @@ class Planner:
                 note_sources(record, state, given)
                 self._learn(record, task, book, answers)
                 ahead = self._look_ahead(record, task, book, template, others)
-                return self._upcoming(record, ahead, template)
+                return self._upcoming(record, ahead, template, after_tools=False)
 
             return await in_daemon_thread(look, PLAN_WITHIN_S)
 
@@ -154,7 +156,7 @@ class Planner:
 
         def after_tools() -> list[Upcoming]:
             ahead = self._look_after_tools(record, spec, tenant, book, template)
-            return self._upcoming(record, ahead, template)
+            return self._upcoming(record, ahead, template, after_tools=True)
 
         return PlannedCall(record, plan, partial(in_daemon_thread, after_tools, PLAN_WITHIN_S), book, self._samplings)
 
@@ -188,12 +190,19 @@ class Planner:
         known = Known(record, book, Probes(), partial(_render, template))
         return foresee_after_tools(known, self.learned.memory_of(spec), tenant)
 
-    def _upcoming(self, record: CallRecord, ahead: Sequence[Ahead], template: ChatTemplate) -> list[Upcoming]:
+    def _upcoming(
+        self, record: CallRecord, ahead: Sequence[Ahead], template: ChatTemplate, *, after_tools: bool
+    ) -> list[Upcoming]:
         """The growing prompts of these calls, as far as anything is known of them."""
         known = [(one, GrowingPrompt(template, one.segments)) for one in ahead if one.segments]
         return [
             Upcoming(
-                one.key, one.step, one.source, prompt, self._samplings.of(one.key), None if one.certain else record.step
+                one.key,
+                one.step,
+                one.source,
+                prompt,
+                self._samplings.of(one.key, after_tools),
+                None if one.certain else record.step,
             )
             for one, prompt in known
         ]
@@ -205,6 +214,11 @@ class Planner:
             if len(self._books) > MAX_RUNS:
                 self._books.popitem(last=False)
             return book
+
+
+def _reads_results(messages: Sequence[Message]) -> bool:
+    """Whether a prompt ends with the result of a tool."""
+    return bool(messages) and messages[-1]["role"] == "tool"
 
 
 def tenant_of(config: RunnableConfig) -> Hashable:

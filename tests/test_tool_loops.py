@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import wrap_tool_call
+from langchain.agents.middleware import wrap_model_call, wrap_tool_call
 from langchain.tools import ToolRuntime, tool
 from langchain_core.messages import HumanMessage, ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
@@ -87,6 +87,25 @@ def hand_made(model: ChatPingPong, tools: list[Any], node: Any = None) -> Any:
     builder.add_node("tools", node or ToolNode(tools, handle_tool_errors=True))
     builder.add_edge(START, "model").add_conditional_edges("model", tools_condition).add_edge("tools", "model")
     return builder.compile()
+
+
+class TestAnswersBegunAhead:
+    def test_are_those_of_calls_that_read_results(self, lab: Lab) -> None:
+        """The first call of each run must call a tool, and is limited; the next one is asked in another way."""
+
+        @wrap_model_call
+        def force(request: Any, handler: Any) -> Any:
+            if isinstance(request.messages[-1], ToolMessage):
+                return handler(request.override(model_settings={"max_tokens": 40}))
+            return handler(request.override(tool_choice="tide"))
+
+        on, record, off = models(lab, call("tide", place="Oslo"), "It is low.")
+        agents = [create_agent(model, [sleepy("tide")], middleware=[force]) for model in (on, off)]
+        for _ in range(2):  # what the second call asks for is known from the first run on
+            record.events.clear()
+            assert said(agents[0].invoke(QUESTION)) == said(agents[1].invoke(QUESTION))
+        assert [event.data["ended"] for event in record.named("speculation.started")] == [True]
+        assert not record.named("speculation.dropped")
 
 
 class TestWhileToolsRun:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, Literal
 
@@ -67,18 +68,28 @@ class _Asked(MessagesState):
     document: str
 
 
+@dataclass
 class Scene:
-    """One kind of tool: its graph, and when the tool returned last."""
+    """One kind of tool: its graph, and when the tool returned last.
 
-    def __init__(self, model: ChatPingPong, library: Library, kind: str, seconds: float, tokens: int) -> None:
-        self.kind, self._library, self._seconds, self._tokens = kind, library, seconds, tokens
-        self.text = ""
-        self.returned = 0.0
-        self._graph = self._two_nodes(model) if kind == "new prompt" else self._agent(model)
+    The tool takes `seconds`; its result, or the document, has so many `tokens`, and the agent's own brief `brief`.
+    """
+
+    model: ChatPingPong
+    library: Library
+    kind: str
+    seconds: float
+    tokens: int
+    brief: int = 500
+    text: str = ""
+    returned: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._graph = self._two_nodes() if self.kind == "new prompt" else self._agent()
 
     def run(self, number: int, tenant: str) -> str:
         """Run the graph on the text of that number; returns what it answered."""
-        self.text = self._library.text("Found", self._tokens, self.kind, self._seconds, number)
+        self.text = self.library.text("Found", self.tokens, self.kind, self.seconds, number)
         inputs: Line = {
             "messages": [HumanMessage(f"Look up how low the tide is, and tell me. This is question {number}.")]
         }
@@ -86,12 +97,12 @@ class Scene:
             inputs["document"] = self.text
         return str(self._graph.invoke(inputs, {"configurable": {"tenant": tenant}})["messages"][-1].text)
 
-    def _agent(self, model: ChatPingPong) -> Any:
-        brief = self._library.text("Your task", 2 * self._tokens)
-        return create_agent(model, [self._tool()], system_prompt=brief, middleware=[_CallFirst()])
+    def _agent(self) -> Any:
+        brief = self.library.text("Your task", self.brief)
+        return create_agent(self.model, [self._tool()], system_prompt=brief, middleware=[_CallFirst()])
 
-    def _two_nodes(self, model: ChatPingPong) -> Any:
-        look_up = self._tool()
+    def _two_nodes(self) -> Any:
+        model, look_up = self.model, self._tool()
         caller = model.bind_tools([look_up], tool_choice="look_up").bind(**_CALL)
 
         def ask(state: _Asked) -> Any:
@@ -110,7 +121,7 @@ class Scene:
         @tool
         def look_up(place: Literal["Oslo", "Lima"]) -> str:
             """Look up how low the tide is at a place."""
-            time.sleep(self._seconds)
+            time.sleep(self.seconds)
             return self._return(f"At {place} it is low." if self.kind == "new prompt" else self.text)
 
         @tool("look_up")
@@ -119,7 +130,7 @@ class Scene:
             """Look up how low the tide is at a place."""
             size = -(-len(self.text) // PIECES)
             for start in range(0, len(self.text), size):
-                time.sleep(self._seconds / PIECES)
+                time.sleep(self.seconds / PIECES)
                 yield self.text[start : start + size]
             self._return("")
 
@@ -136,6 +147,7 @@ def main(  # noqa: PLR0913 - a parameter an option
         str, typer.Option(help="kind:seconds that the tool takes, comma-separated")
     ] = "streams:1,new prompt:1,streams:3,at its end:1",
     tokens: Annotated[int, typer.Option(min=64, help="of a result, or of a document")] = 1500,
+    brief: Annotated[int, typer.Option(min=16, help="tokens of the agent's own, before the conversation")] = 500,
     runs: Annotated[int, typer.Option(min=1, help="of each cell and mode, beside one to warm up")] = 3,
     devices: Annotated[str, typer.Option(help="comma-separated; empty: the machine's")] = "",
     dtype: Annotated[str, typer.Option()] = "float32",
@@ -145,13 +157,13 @@ def main(  # noqa: PLR0913 - a parameter an option
     """Time the first token after a tool, with edges off and on."""
     places = devices.split(",") if devices else default_devices()
     named = {"model": model or "SmolLM2-135M-Instruct", "dtype": dtype, "engine_args": engine_args}
-    lines: list[Line] = [{"setup": circumstances("tool_loops", places, **named, tokens=tokens)}]
+    lines: list[Line] = [{"setup": circumstances("tool_loops", places, **named, tokens=tokens, brief=brief)}]
     with engine_pool(model or None, devices=places, dtype=dtype, engine_args=json.loads(engine_args)) as pool:
         plain = ChatPingPong(model=model or None, pool=pool, temperature=0.0)
         chat = {mode: plain.model_copy(update={"overlap": mode}) for mode in MODES}
         library = Library(lambda text: len(chat["off"].get_token_ids(text)), seed=7)
         for kind, _, seconds in (cell.partition(":") for cell in cells.split(",")):
-            scenes = {mode: Scene(chat[mode], library, kind, float(seconds), tokens) for mode in MODES}
+            scenes = {mode: Scene(chat[mode], library, kind, float(seconds), tokens, brief) for mode in MODES}
             for number in range(-1, runs):
                 pair = {mode: timed(chat[mode], scenes[mode], number, mode) for mode in alternate(number)}
                 if number >= 0:
@@ -203,9 +215,9 @@ def summary(lines: Sequence[Line]) -> str:
         )
     head = ["result", "tool s", "TTFT off ms", "on", "on / off", "turn off ms", "on", "prefilled", "wasted", "equal"]
     explained = (
-        f"TTFT counts from the tool's return; medians. Results have {setup['tokens']} tokens. `prefilled` is what the "
-        "edge had computed, or found cached, of the prompt when its call came. `equal`: runs whose answers, and the "
-        "ids of both prompts, are those of edges off."
+        f"TTFT counts from the tool's return; medians. Results have {setup['tokens']} tokens, briefs {setup['brief']}. "
+        "`prefilled` is what the edge had computed, or found cached, of the prompt when its call came. `equal`: runs "
+        "whose answers, and the ids of both prompts, are those of edges off."
     )
     parts = ["# The first token after a tool", told(setup), explained, table(head, rows)]
     return "\n\n".join(parts) + "\n"
