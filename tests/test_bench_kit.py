@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage, ToolCall
 from typer.testing import CliRunner
 
 from langgraph_pingpong.bench.checks import check_run
 from langgraph_pingpong.bench.engine_sets import TP_ARGS, EngineSets, EngineSettings, SetKey, memory_shares, merged
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.modes import MODES, in_order, parse_modes
-from langgraph_pingpong.bench.profiles import PROFILES, Work, parse_values
+from langgraph_pingpong.bench.profiles import PROFILES, Work, parse_values, tool_agents
 from langgraph_pingpong.bench.recording import Recorder
 from langgraph_pingpong.bench.runner import Plan
 from langgraph_pingpong.bench.texts import Library
@@ -84,6 +85,14 @@ def test_the_sweep_covers_what_it_promises() -> None:
         assert (min(case[name] for case in cases), max(case[name] for case in cases)) == ends
 
 
+@pytest.mark.parametrize("args", [{}, {"topic": "all"}, {"topic": "crabs"}])
+def test_a_call_that_was_cut_off_is_made(args: dict[str, str]) -> None:
+    said = AIMessage("", tool_calls=[ToolCall(name="look_up", args=args, id="said")])
+    call = tool_agents._call(said, {"conversation": 3, "request": 1})
+    assert call["id"] == ("said" if args.get("topic") == "crabs" else "made 3 1")
+    assert call["args"] in ({"topic": "crabs"}, {"topic": "maps"})
+
+
 # -- a line ----------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +132,7 @@ def test_what_is_no_result_is_refused(line: dict[str, Any]) -> None:
 
     first, second = line["agents"]
     refused("1 of 2 answers", agents=[first])
+    refused("1 of 2 turns ran no tool", turns=[{"tools": [[5.0, 9.0]]}, {"tools": []}])
     refused("some answers are empty", agents=[first, {**second, "output_tokens": 0}])
     refused("some answers are empty", texts=[{"A": "x"}])
     refused("nothing was measured", e2e_ms=0)

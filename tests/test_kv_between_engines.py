@@ -18,11 +18,11 @@ from langgraph_pingpong.engines.base import KvLost, Request
 from langgraph_pingpong.engines.vllm_kv import LEASE_S
 from langgraph_pingpong.kv_budget import KvBudget
 from langgraph_pingpong.kv_handles import HandleRefused, KvHandle
-from langgraph_pingpong.kv_planner import Costs
 from langgraph_pingpong.kv_transfer import KvTransfer
 from langgraph_pingpong.placement import block_keys
 from tests.conftest import wait_until
 from tests.engines_fixture import DEVICES, SETTINGS
+from tests.kv_costs import fixed_costs
 
 pytest.importorskip("nixl", reason="KV transfer needs it")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -46,18 +46,8 @@ def model() -> Iterator[ChatPingPong]:
 def always(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
     """On these engines a short pull takes about as long as computing; here it shall be tried whatever it costs."""
 
-    class Fixed:
-        def __init__(self, each: float) -> None:
-            self.each = each
-
-        def seconds(self, tokens: int) -> float:
-            return tokens * self.each
-
-        def observe(self, tokens: int, seconds: float) -> None:
-            """Learn nothing."""
-
     kv_of(model).counts.clear()
-    monkeypatch.setattr(kv_of(model).planner, "costs", Costs(Fixed(1.0), Fixed(1e-6)))  # type: ignore[arg-type]
+    monkeypatch.setattr(kv_of(model).planner, "costs", fixed_costs(1.0, 1e-6))
 
 
 def kv_of(model: ChatPingPong) -> KvTransfer:

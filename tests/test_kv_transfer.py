@@ -20,6 +20,7 @@ from langgraph_pingpong.errors import EngineDead, NixlNotInstalled, NotExact
 from langgraph_pingpong.kv_handles import HandleRefused
 from langgraph_pingpong.kv_transfer import AT_ONCE, KvTransfer
 from tests.conftest import RULES, Lab, Recorder, wait_until
+from tests.kv_costs import fixed_costs
 
 TALK = "The tide comes in twice a day and goes out again. " * 40
 IDS = tuple(range(1, 1025))
@@ -32,10 +33,18 @@ def pair(lab: Lab) -> list[FakeEngine]:
 
 
 @pytest.fixture
-def model(lab: Lab, pair: list[FakeEngine]) -> ChatPingPong:
+def measured(lab: Lab, pair: list[FakeEngine]) -> ChatPingPong:
+    """On these engines, which were tried at the start."""
     model = lab.model(pair)
     model.pool.start()  # type: ignore[union-attr]
     return model
+
+
+@pytest.fixture
+def model(measured: ChatPingPong) -> ChatPingPong:
+    """The same, and no busy machine makes a pull look dear."""
+    kv_of(measured).planner.costs = fixed_costs(1e-4, 1e-5)
+    return measured
 
 
 def kv_of(model: ChatPingPong) -> KvTransfer:
@@ -121,11 +130,12 @@ class TestAPrompt:
 
 
 class TestTheStart:
-    def test_measures_and_leaves_nothing_cached(self, model: ChatPingPong, pair: list[FakeEngine]) -> None:
-        costs = kv_of(model).planner.costs
-        assert costs.prefill.seconds(1000) == pytest.approx(0.1, rel=0.5)
-        pull = costs.pull.seconds(1000)
-        assert pull is not None and pull < 0.05
+    def test_measures_and_leaves_nothing_cached(self, measured: ChatPingPong, pair: list[FakeEngine]) -> None:
+        costs = kv_of(measured).planner.costs
+        prefill, pull = costs.prefill.seconds(1000), costs.pull.seconds(1000)
+        assert prefill is not None and pull is not None
+        assert 0.1 <= prefill + 0.01 < 1.0  # an engine never computes faster than it is modelled
+        assert pull < prefill
         assert [engine._cache for engine in pair] == [set(), set()]
 
     def test_leaves_out_a_pair_that_does_not_work(self, lab: Lab, pair: list[FakeEngine], caplog: Any) -> None:

@@ -27,6 +27,7 @@ def check_run(line: Line, work: Work, *, strict_tokens: bool, cold: bool) -> Non
     where = f"{line['mode']}, run {line['run']}"
     _check_complete(where, line, work)
     _check_tokens(where, line["agents"], line["answers"])
+    _check_turns(where, line.get("turns", ()))
     if strict_tokens:
         _check_asked(where, line["agents"], work.outputs)
     if cold and (warm := first_cached(line)):
@@ -41,6 +42,12 @@ def _check_complete(where: str, line: Line, work: Work) -> None:
         raise RunFailed(f"{where}: some answers are empty.")
     if line["e2e_ms"] <= 0 or not line["events"]:
         raise RunFailed(f"{where}: nothing was measured.")
+
+
+def _check_turns(where: str, turns: Sequence[Line]) -> None:
+    """Agents with tools run them: a graph also goes on when a call was malformed, and nobody waits for a tool then."""
+    if without := sum(not turn["tools"] for turn in turns):
+        raise RunFailed(f"{where}: {without} of {len(turns)} turns ran no tool.")
 
 
 def _check_tokens(where: str, agents: Sequence[Line], answers: Sequence[Line]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolCall, ToolMessage
 from langchain_core.tools import BaseTool, tool
@@ -17,6 +17,11 @@ from langgraph_pingpong.bench.profiles.work import Bench, Chain, Profile, Texts,
 from langgraph_pingpong.bench.turns import Turns
 
 TOOL = "look_up"
+CALL_TOKENS = 64
+"""A call of the tool may have so many, however short answers are: one that is cut off is no call."""
+
+Topic = Literal["tides", "crabs", "birds", "maps"]
+
 SPREAD = 4.0
 """Of the tool's times, which are drawn from a gamma distribution: their deviation is half of their mean."""
 
@@ -38,13 +43,13 @@ class Shop:
     def graph(self) -> Any:
         """Model, tool, model: a graph as one writes it by hand."""
         tools = [self.tool()]
-        ask = self.bench.model.bind_tools(tools, tool_choice=TOOL, max_tokens=self.bench.params["output"])
+        ask = self.bench.model.bind_tools(tools, tool_choice=TOOL, max_tokens=CALL_TOKENS)
         settings = {"ignore_eos": True} if self.bench.force_tokens else {}
         answer = self.bench.model.bind_tools(tools, max_tokens=self.bench.params["output"], **settings)
 
         async def ask_node(state: State) -> dict[str, list[BaseMessage]]:
             said = await self.turns.of(state).ask("ask", ask, state["messages"])
-            return {"messages": [AIMessage(said.text, tool_calls=said.tool_calls[:1] or [_call(state)])]}
+            return {"messages": [AIMessage(said.text, tool_calls=[_call(said, state)])]}
 
         async def answer_node(state: State) -> dict[str, list[BaseMessage]]:
             said = await self.turns.of(state).ask("answer", answer, state["messages"])
@@ -59,9 +64,7 @@ class Shop:
         seed, mean_s = self.bench.seed, self.bench.params["tool_ms"] / 1000
 
         @tool(TOOL)
-        async def look_up(
-            topic: Literal["tides", "crabs", "birds", "maps"], state: Annotated[Any, InjectedState]
-        ) -> str:
+        async def look_up(topic: Topic, state: Annotated[Any, InjectedState]) -> str:
             """Look a topic up in the handbook of the shore."""
             where = state["conversation"], state["request"]
             async with self.turns.of(state).tool():
@@ -94,8 +97,11 @@ def _exchange(pieces: Sequence[str], number: int, *, with_tool: bool) -> list[Ba
     return [HumanMessage(said[0]), AIMessage(said[1], tool_calls=[call]), found, AIMessage(said[3])]
 
 
-def _call(state: Mapping[str, Any]) -> ToolCall:
-    """The call that is made where the model's answer was none: a modelled engine says what it says."""
+def _call(said: AIMessage, state: Mapping[str, Any]) -> ToolCall:
+    """The call of the tool that was said, or one that is made where it is none: a modelled engine says what it says."""
+    for call in said.tool_calls:
+        if call["args"].get("topic") in get_args(Topic):
+            return call
     return ToolCall(name=TOOL, args={"topic": "maps"}, id=f"made {state['conversation']} {state['request']}")
 
 
