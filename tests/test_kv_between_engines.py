@@ -126,7 +126,7 @@ def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch:
     monkeypatch.setattr(KvBudget, "may_pull", lambda self, tokens: True)
     words = [f"{BIRDS[n % 10]}{BIRDS[n // 10]}" for n in range(100)]
     rest = " It was given out at the harbour this morning, and nobody but the keeper of the light has been told of it."
-    prompts = [ids_of(model, f"The code word is {word}.{rest * 3} Again: the code word is") for word in words]
+    prompts = [ids_of(model, f"The code word is {word}.{rest * 4} Again: the code word is") for word in words]
     assert all(len(ids) > 64 + BLOCK for ids in prompts)
 
     async def all_of(other: int) -> list[dict[str, Any]]:
