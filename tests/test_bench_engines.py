@@ -35,7 +35,14 @@ def test_foreground_requests_are_measured_beside_chains(tmp_path: Path) -> None:
     rounds[0]["requests"] = [[1000.0, 1010.0]] * 50
     assert "| off | " in foreground.summary([setup, *rounds])
     assert "| 1000 | 1000 | 1000 |" in foreground.summary([setup, rounds[0], rounds[1]])
-    assert rounds[1]["tokens"]["static"] > 0 == rounds[0]["tokens"]["static"]  # type: ignore[index]
+    tokens = [each["tokens"] for each in rounds]
+    assert all(each["prompt_tokens"] > 500 for each in tokens)  # type: ignore[index]
+    assert tokens[0]["static"] == tokens[3]["static"] == 0  # type: ignore[index]
+
+
+def test_too_few_requests_have_no_percentiles() -> None:
+    assert foreground._spread([5.0]) == ["nan", "nan", "nan"]
+    assert foreground._spread([5.0, 5.0]) == ["5", "5", "5"]
 
 
 def test_an_interval_tells_chance_from_a_difference() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -171,7 +172,15 @@ def _chains(rounds: Rounds) -> float:
 
 
 def _percentile(values: Callable[[Rounds], list[float]], percent: int, rounds: Rounds) -> float:
-    return quantiles(values(rounds), n=100, method="inclusive")[percent - 1]
+    return _percentiles(values(rounds))[PERCENTS.index(percent)]
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    """Those of PERCENTS; not a number where there are too few values."""
+    if len(values) < 2:
+        return [math.nan for _ in PERCENTS]
+    hundredths = quantiles(values, n=100, method="inclusive")
+    return [hundredths[percent - 1] for percent in PERCENTS]
 
 
 def _ratio(pairs: Sequence[tuple[Any, Any]], figure: Figure) -> list[str]:
@@ -188,8 +197,7 @@ def _ratio(pairs: Sequence[tuple[Any, Any]], figure: Figure) -> list[str]:
 
 def _spread(values: Sequence[float]) -> list[str]:
     """Median, 95th and 99th percentile."""
-    percentiles = quantiles(values, n=100, method="inclusive")
-    return [f"{percentiles[percent - 1]:.0f}" for percent in PERCENTS]
+    return [f"{each:.0f}" for each in _percentiles(values)]
 
 
 def _row(rounds: Rounds) -> list[str]:
