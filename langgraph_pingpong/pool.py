@@ -9,8 +9,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from langgraph_pingpong.anchors import Anchors
 from langgraph_pingpong.engines.base import Appends, Delta, Engine, Request
 from langgraph_pingpong.errors import DeviceError, EngineDead
 from langgraph_pingpong.evictions import EvictionWatch
+from langgraph_pingpong.going_first import GoingFirst
 from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.kv_transfer import KvTransfer
@@ -160,35 +161,6 @@ class Lease:
         if self._held:
             self._held = False
             self._pool._placement.leases[self.index] -= 1
-
-
-class GoingFirst:
-    """Answers on one engine that the prefills of edges wait for."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._none = asyncio.Event()
-        self._none.set()
-
-    @contextlib.contextmanager
-    def one_more(self) -> Iterator[Callable[[], None]]:
-        """Hold prefills back until what is given is called, or the block is left."""
-        held = ExitStack()
-        held.callback(self._add, -1)
-        self._add(+1)
-        with held:
-            yield held.close
-
-    def _add(self, change: int) -> None:
-        self._count += change
-        if self._count:
-            self._none.clear()
-        else:
-            self._none.set()
-
-    async def are_through(self) -> None:
-        """Return when there are none."""
-        await self._none.wait()
 
 
 class EnginePool:

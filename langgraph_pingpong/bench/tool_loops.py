@@ -11,7 +11,7 @@ cache of its own. Time counts from the moment the tool's function returns.
 
 How much is hidden depends on how much a device prefills while the tool runs. On CPU cores that is little; a model of
 fewer layers stands for a faster device: `--engine-args '{"load_format": "dummy", "hf_overrides": {"num_hidden_layers":
-8}}'`.
+4}}'`.
 """
 
 from __future__ import annotations
