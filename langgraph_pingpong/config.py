@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from langgraph_pingpong.errors import BadKvCache, BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
 from langgraph_pingpong.exact import Exact, check_exact, exact_args
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
-from langgraph_pingpong.same_device import Riding, riding
+from langgraph_pingpong.same_device import Riding, engine_can_pace, riding
 
 _DEVICE = re.compile(r"(cpu|cuda|fake):(\d+)")
 
@@ -287,7 +287,9 @@ class EngineConfig:
     @property
     def riding(self) -> Riding | None:
         """How prefills ride on the decode steps of their device, where they shall and where that needs anything."""
-        return riding(self.kind, self.engine_args) if self.same_device else None
+        if not self.same_device:
+            return None
+        return riding(self.kind, self.engine_args, engine_paces=engine_can_pace())
 
 
 def _check_kv_cache(config: EngineConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from langgraph_pingpong.pool import Lease
-from langgraph_pingpong.streaming_edge import Upcoming
+from langgraph_pingpong.streaming_edge import StreamingEdge, Upcoming
 
 if TYPE_CHECKING:
     from langgraph_pingpong.session import Call, Session
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 Plan = Callable[[], Awaitable[Sequence[Upcoming]]]
 """Gives the calls that are expected next; runs in the background, may be slow and may fail."""
 
+
+HEAD_START = 10
+"""Turns of the loop in which edges act on the end of an answer before the graph does: abort an answer that is out of
+date, begin the one to the whole prompt, send its request. That takes as long as a request takes to send: 1 to 2 ms for
+prompts of some thousand tokens."""
 
 MAX_TARGETS = 8
 """Prompts that will surely be asked for and that are prefilled at most while one call is answered."""
@@ -40,6 +45,7 @@ class Outgoing:
             self._begin.set()
         self._opening = asyncio.create_task(self._open(call.plan)) if call.plan else None
         self._said = session.listen(call)
+        self._ended = False
 
     async def _open(self, plan: Plan) -> None:
         try:
@@ -59,6 +65,13 @@ class Outgoing:
         self._said.append(text)
         self._session.heard(self._call.key, text)
 
+    async def finish(self) -> None:
+        """All is said. Edges learn of it first, the graph then: its code and theirs share one interpreter."""
+        if self._opening is None or self._opening.done():
+            self._end(finished=True)
+            for _ in range(HEAD_START):
+                await asyncio.sleep(0)
+
     async def close(self, finished: bool) -> None:
         """The call is over. Unless it finished, nothing it said can be relied on."""
         try:
@@ -68,8 +81,15 @@ class Outgoing:
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
         finally:
-            dropped = self._session.ended(self._call, finished)
+            dropped = self._end(finished)
             if finished:
                 self._session.rounds.begin(self._session, self._call, self._lease, self._call.tools())
         for edge in dropped:
             await edge.stopped()
+
+    def _end(self, finished: bool) -> list[StreamingEdge]:
+        """Tell the session, once. Returns the edges that were dropped."""
+        if self._ended:
+            return []
+        self._ended = True
+        return self._session.ended(self._call, finished)

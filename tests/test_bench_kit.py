@@ -99,7 +99,8 @@ def test_a_call_that_was_cut_off_is_made(args: dict[str, str]) -> None:
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("line") / "x.jsonl"
-    assert bench(path, "--modes", "pingpong", *SMALL).exit_code == 0
+    long_enough_for_appends = ["--set", "output=48"]
+    assert bench(path, "--modes", "pingpong", *SMALL, *long_enough_for_appends).exit_code == 0
     (run,) = read(path).runs
     return run
 

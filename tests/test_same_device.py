@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from langgraph_pingpong import ChatPingPong
+from langgraph_pingpong import ChatPingPong, same_device
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines.server_processes import server_command
@@ -24,7 +24,8 @@ def args(**given: Any) -> dict[str, Any]:
 def test_a_step_with_a_piece_is_in_a_captured_graph(max_num_seqs: int) -> None:
     rides = riding("cuda", {"max_num_seqs": max_num_seqs})
     assert rides is not None
-    sizes = rides.engine_args["cudagraph_capture_sizes"]
+    vllms_own = capture_sizes(max_num_seqs) if max_num_seqs >= STEP else None
+    sizes = rides.engine_args.get("cudagraph_capture_sizes", vllms_own)
     assert rides.piece + DECODES in sizes
     assert 2 * rides.piece + DECODES <= max(sizes)  # two prefills at once
     assert min(2 * max_num_seqs, 512) <= max(sizes)  # decodes alone have the graphs they would have without
@@ -64,14 +65,25 @@ def test_what_the_user_gave_stays(given: dict[str, Any], piece: int) -> None:
             assert made[name] == value
     if isinstance(compilation, dict):
         assert {**made["compilation_config"], **compilation} == made["compilation_config"]
-        assert ("cudagraph_capture_sizes" in made) != ("cudagraph_capture_sizes" in compilation)  # vLLM refuses both
+        assert "cudagraph_capture_sizes" not in made  # vLLM refuses them in both places
     elif compilation is not None:
         assert made["compilation_config"]["mode"] == compilation
 
 
-def test_without_pacing_pieces_are_whole_blocks_beside_the_decodes() -> None:
-    rides = riding("cuda", {"long_prefill_token_threshold": 0})
-    assert rides is not None and not rides.paced
+@pytest.mark.parametrize(("given", "engine_paces"), [({"long_prefill_token_threshold": 0}, True), ({}, False)])
+def test_without_pacing_pieces_are_whole_blocks_beside_the_decodes(given: dict[str, Any], engine_paces: bool) -> None:
+    rides = riding("cuda", given, engine_paces=engine_paces)
+    assert rides is not None and not rides.paced and rides.piece == STEP - DECODES
+    assert "long_prefill_token_threshold" not in rides.engine_args
+
+
+@pytest.mark.parametrize(("version", "paces"), [("0.26.0", False), ("0.31.1", False), ("0.32.0", True), (None, True)])
+def test_older_engines_pace_prefills_that_are_alone_too(
+    version: str | None, paces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_device, "_is_installed", lambda name: name == "vllm" and version is not None)
+    monkeypatch.setattr(same_device.metadata, "version", lambda name: version)
+    assert same_device.engine_can_pace.__wrapped__() is paces
 
 
 def test_a_cpu_needs_nothing() -> None:
@@ -81,7 +93,8 @@ def test_a_cpu_needs_nothing() -> None:
 
 
 def test_servers_get_the_flags() -> None:
-    command = " ".join(server_command(EngineConfig("m", parse_devices(["cuda:0"]), same_device=True)))
+    few = {"max_num_seqs": 8}
+    command = " ".join(server_command(EngineConfig("m", parse_devices(["cuda:0"]), same_device=True, engine_args=few)))
     assert '--compilation-config {"cudagraph_mode": "FULL"}' in command
     assert "--long-prefill-token-threshold 120" in command
     assert "--cudagraph-capture-sizes 1 2 4 8 " in command

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,9 +18,10 @@ from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.evictions import Evictions
 from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.speculation import Speculation
+from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
 from tests.conftest import going_on, wait_until
-from tests.growing_prompts import WRITER, growing_with
+from tests.growing_prompts import CRITIC, WRITER, growing_with
 from tests.shipped_tokenizers import qwen, sentencepiece, smollm2, tekken
 
 if TYPE_CHECKING:
@@ -214,6 +217,33 @@ class TestAnswersBegunAhead:
             await asyncio.gather(run, return_exceptions=True)
 
         asyncio.run(leave())  # the fixture of every test sees that nothing is left on the engines
+
+
+async def asked_when_the_upstream_ended(pool: EnginePool) -> tuple[Sequence[int] | None, list[Sequence[int]]]:
+    """The prompt that is complete when the last of the upstream's answer is given out, and what was sent by then."""
+    template = ChatTemplate(pool.engines[0].tokenizer)  # type: ignore[attr-defined]
+    prompt = growing_with(template, lambda text: [{"role": "user", "content": f"Review this draft.\n\n{text}"}])
+
+    async def plan() -> list[Upcoming]:
+        return [Upcoming(CRITIC, None, "declared", prompt, {"max_tokens": 4})]
+
+    request = Request(tuple(template.prompt_ids([{"role": "user", "content": "Write."}])), {"max_tokens": 60})
+    session = Session(pool, 0)
+    try:
+        async with aclosing(session.answer(Call(request, WRITER, plan=plan))) as answer:
+            async for _, _, certificate in answer:
+                if certificate is not None:
+                    return prompt.if_ended(), [each.prompt_token_ids for each in pool.engines[1].requests]  # type: ignore[attr-defined]
+    finally:
+        session.close()
+    raise AssertionError("no certificate")
+
+
+def test_the_next_answer_is_asked_for_before_the_graph_goes_on(lab: Lab) -> None:
+    with EnginePool([lab.engine("fake:0"), lab.engine("fake:1")]) as pool:
+        prompt, asked = pool.loop.run(asked_when_the_upstream_ended(pool))
+    assert prompt is not None
+    assert asked[-1] == prompt
 
 
 class TestSpeculation:

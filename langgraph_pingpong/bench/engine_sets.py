@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
 from langgraph_pingpong.bench.modes import Mode, Place
 from langgraph_pingpong.bench.recording import Recorder
 from langgraph_pingpong.chat_model import ChatPingPong
-from langgraph_pingpong.config import Device, count_devices, default_devices, parse_devices
+from langgraph_pingpong.config import Device, EngineConfig, count_devices, default_devices, parse_devices
 from langgraph_pingpong.engines.fake_engine import FakeEngine
+from langgraph_pingpong.engines.vllm_setup import engine_args
 from langgraph_pingpong.errors import DeviceError
 from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.pool import EnginePool
@@ -81,8 +83,17 @@ class EngineSettings:
         return Device.parse(self.devices[0]).kind
 
     def key(self, mode: Mode) -> SetKey:
-        """The engines of a mode; only CUDA engines differ when prefills ride."""
-        return SetKey(mode.place, mode.rides and self.kind == "cuda", mode.built_with)
+        """The engines of a mode; some CUDA engines are built otherwise when prefills ride."""
+        return SetKey(mode.place, mode.rides and self._riding_differs, mode.built_with)
+
+    @cached_property
+    def _riding_differs(self) -> bool:
+        if self.kind != "cuda":
+            return False
+        plain = EngineConfig("", parse_devices(self.devices), engine_args=self.engine_args)
+        rides = replace(plain, same_device=True)
+        assert rides.riding is not None, "on GPUs prefills ride"
+        return rides.riding.paced or engine_args(plain) != engine_args(rides)
 
 
 class EngineSet:

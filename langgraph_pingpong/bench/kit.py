@@ -19,6 +19,7 @@ from langgraph_pingpong.bench.common import circumstances
 from langgraph_pingpong.bench.engine_sets import EngineSets, EngineSettings
 from langgraph_pingpong.bench.lines import ResultsFile
 from langgraph_pingpong.bench.machine import commit, drivers, source_digest
+from langgraph_pingpong.bench.modes import MODES
 from langgraph_pingpong.bench.profiles import Params
 from langgraph_pingpong.bench.runner import Plan, Runner, Step
 from langgraph_pingpong.signals import ended_by_signals
@@ -79,44 +80,58 @@ class Clock:
         return (step.mode.name, step.chains, tuple(step.case.items()))
 
 
-@dataclass
-class Kit:
-    """Runs a plan into a file."""
+@dataclass(frozen=True)
+class Job:
+    """A plan and the file that its runs go to; `title` is what reports call it."""
 
     plan: Plan
+    path: Path
+    title: str = ""
+
+
+@dataclass
+class Kit:
+    """Runs plans into files, one after the other, all with one start of the engines."""
+
     settings: EngineSettings
     console: Console
     calls: dict[str, Any]
-    title: str = ""
-    """What reports call the file."""
     stop_after_s: float | None = None
     """After how many seconds no further run is begun that would end later."""
     began: float = field(default_factory=time.monotonic)
 
-    def run(self, path: Path) -> int:
-        """Do the runs that are not in the file yet; returns how many are left.
+    def run(self, jobs: Sequence[Job]) -> int:
+        """Do the runs that are not in the files yet; returns how many are left.
 
         Raises:
-            ConfigError: the settings cannot work, or the file belongs to others.
+            ConfigError: the settings cannot work, or a file belongs to others.
             RunFailed: a run is not complete.
         """
-        file = ResultsFile(path, {**setup_of(self.plan, self.settings), "title": self.title})
-        steps = list(self.plan.steps(file.done))
-        if not steps:
-            self.console.print(f"{path} holds all of these runs.", soft_wrap=True)
+        files = [ResultsFile(job.path, {**setup_of(job.plan, self.settings), "title": job.title}) for job in jobs]
+        to_do = [(job, file, steps) for job, file in zip(jobs, files, strict=True) if (steps := _left(job, file))]
+        for job in jobs:
+            if not any(job is other for other, _, _ in to_do):
+                self.console.print(f"{job.path} holds all of these runs.", soft_wrap=True)
+        modes = dict.fromkeys(step.mode.name for _, _, steps in to_do for step in steps)
+        needed = [mode for mode in MODES.values() if mode.name in modes]
+        if not needed:
             return 0
-        needed = [mode for mode in self.plan.modes if any(step.mode is mode for step in steps)]
         with ended_by_signals(lambda number: 128 + number), EngineSets(self.settings, needed, self.calls) as sets:
-            session = self._start(sets, file)
-            return self._run(Runner(self.plan, sets, file, self.settings.devices), steps, session)
+            start_s = self._start(sets)
+            return sum(self._job(sets, *each, start_s) for each in to_do)
 
-    def _start(self, sets: EngineSets, file: ResultsFile) -> int:
+    def _start(self, sets: EngineSets) -> float:
+        """How long the engines took to start, in seconds."""
         started = time.monotonic()
         sets.start(lambda text: self.console.print(f"{text} ...", highlight=False, soft_wrap=True))
         took = time.monotonic() - started
         self.console.print(f"Ready after {took:.0f} s.", highlight=False)
+        return round(took, 1)
+
+    def _job(self, sets: EngineSets, job: Job, file: ResultsFile, steps: Sequence[Step], start_s: float) -> int:
         at = datetime.now(UTC).isoformat(timespec="seconds")
-        return file.begin({"command": command(), "at": at, "start_s": round(took, 1), "sets": sets.told()})
+        session = file.begin({"command": command(), "at": at, "start_s": start_s, "sets": sets.told()})
+        return self._run(Runner(job.plan, sets, file, self.settings.devices), steps, session)
 
     def _run(self, runner: Runner, steps: Sequence[Step], session: int) -> int:
         clock = Clock()
@@ -128,7 +143,7 @@ class Kit:
                 started = time.monotonic()
                 line = runner.run(step, session)
                 clock.note(step, time.monotonic() - started)
-                named = _named(step, self.plan.cases)
+                named = _named(step, runner.plan.cases)
                 left = sum(map(clock.expected, steps[number + 1 :]))
                 progress.update(task, advance=1, description=named, left=f"{_minutes(left)} left")
                 if not self.console.is_terminal:
@@ -138,6 +153,10 @@ class Kit:
 
     def _is_late(self, expected_s: float) -> bool:
         return self.stop_after_s is not None and time.monotonic() - self.began + expected_s > self.stop_after_s
+
+
+def _left(job: Job, file: ResultsFile) -> list[Step]:
+    return list(job.plan.steps(file.done))
 
 
 def _progress(console: Console) -> Progress:

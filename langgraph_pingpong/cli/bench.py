@@ -16,7 +16,6 @@ from langgraph_pingpong.exact import Exact
 
 if TYPE_CHECKING:
     from langgraph_pingpong.bench.engine_sets import EngineSettings
-    from langgraph_pingpong.bench.kit import Kit
     from langgraph_pingpong.bench.runner import Plan
 
 _ENGINES = "Model and engines"
@@ -124,15 +123,12 @@ def bench(  # noqa: PLR0913 - a parameter for each option
         order = {"runs": runs, "warmup_runs": warmup_runs, "order": mode_order, "seed": seed}
         work = profile, values or [], scale or _scale(settings.kind)
         plan = _plan(work, modes, chains, **order, **switches)
-        from langgraph_pingpong.bench.kit import Kit
+        from langgraph_pingpong.bench.kit import Job, Kit
 
-        _run(Kit(plan, settings, Console(), {"temperature": temperature, "seed": seed}, title, stop_after), output)
-
-
-def _run(kit: Kit, output: Path) -> None:
-    left = kit.run(output)
-    rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
-    kit.console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
+        kit = Kit(settings, Console(), {"temperature": temperature, "seed": seed}, stop_after)
+        left = kit.run([Job(plan, output, title)])
+        rest = f"{left} runs are left: the same command goes on." if left else "All runs are there."
+        kit.console.print(f"{rest} {output}", highlight=False, soft_wrap=True)
 
 
 def _settings(devices: str | None, *settings: Any) -> EngineSettings:

@@ -26,6 +26,7 @@ from langgraph_pingpong.engines.vllm_appends import (
 from langgraph_pingpong.engines.vllm_kv import VllmKv
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
+    engine_args,
     engine_environment,
     environment_with,
     interrupts_held,
@@ -33,6 +34,7 @@ from langgraph_pingpong.engines.vllm_setup import (
 from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 from langgraph_pingpong.kv_budget import KvBudget
+from langgraph_pingpong.same_device import piece_beside_decodes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -41,10 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-PIECE_TOKENS = 256
-"""The most tokens of a prefill that a decode step carries along: on an H200 a 14B model computes about so many in the
-time it takes to read its weights once, which a decode step does anyway."""
-
 RESET_AGAIN_S = 0.05
 """The pause before the prefix cache is reset once more, in seconds."""
 
@@ -108,7 +106,7 @@ class VllmEngine:
         if self.device.startswith("cpu"):
             return 0
         captured = self._engine.vllm_config.compilation_config.cudagraph_capture_sizes or ()
-        return max((size for size in captured if size <= PIECE_TOKENS), default=PIECE_TOKENS)
+        return piece_beside_decodes(captured)
 
     @property
     def num_unfinished(self) -> int:
@@ -161,8 +159,7 @@ class VllmEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            args = dict(self._config.vllm_args)
-            args |= self._kv.engine_args() if self._kv else {}
+            args = engine_args(self._config) | (self._kv.engine_args() if self._kv else {})
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._settled = llm.vllm_config
