@@ -50,7 +50,7 @@ HOSTS = {
     "langchain": ("bench.tool_loops",),
     "vllm": (
         *("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_kv", "engines.vllm_parsers"),
-        *("engines.prompt_scheduler", "engines.vllm_setup"),
+        *("engines.prompt_scheduler", "engines.vllm_setup", "engines.vllm_text"),
     ),
     "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),

@@ -31,6 +31,7 @@ from langgraph_pingpong.engines.vllm_setup import (
     environment_with,
     interrupts_held,
 )
+from langgraph_pingpong.engines.vllm_text import AnswerText, can_make_text, is_made_here
 from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 from langgraph_pingpong.kv_budget import KvBudget
@@ -60,6 +61,7 @@ class VllmEngine:
         self._settled: VllmConfig | None = None  # kept while there is no engine: prompts are still measured by it
         self._defaults: dict[str, Any] = {}
         self._running: set[str] = set()
+        self._makes_text = False
         self.budget = KvBudget()
         """Who holds how much of the KV cache."""
         self._appends = AppendsBook(self.budget, 0)
@@ -171,6 +173,7 @@ class VllmEngine:
         prompt = tuple(range(1, min(2 * self.block_size, self.max_model_len - 2)))
         async for _ in self.generate(Request(prompt, {"max_tokens": 2, "ignore_eos": True})):
             pass
+        self._makes_text = can_make_text(self._engine.get_tokenizer(), self._params(Request(prompt)), prompt)
         await self._try_appends()
         await self.reset_prefix_cache()
 
@@ -226,14 +229,24 @@ class VllmEngine:
         first, likeliest = True, request.sampling.get("logprobs") or 0
         prompt, said = len(request.prompt_token_ids), 0
         longest = request.sampling.get("n", 1) * (request.sampling.get("max_tokens") or self.max_model_len - prompt)
+        text = self._text_of(request)
+        if text is not None:
+            request = replace(request, sampling={**request.sampling, "detokenize": False})
         with self._appends.answer(prompt, longest) as reach:
             async with aclosing(self._outputs(request, priority=0)) as outputs:
                 async for output in outputs:
                     for answer in output.outputs:
                         said += len(answer.token_ids)
                         reach(said)
-                        yield _to_delta(output, answer, first, likeliest)
+                        delta = _to_delta(output, answer, first, likeliest)
+                        yield text.told(delta) if text else delta
                         first = False
+
+    def _text_of(self, request: Request) -> AnswerText | None:
+        """What makes the answer's text here; None where vLLM does."""
+        if not (self._makes_text and is_made_here(request.sampling)):
+            return None
+        return AnswerText(self._engine.get_tokenizer(), request, self._params(request))
 
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
