@@ -39,8 +39,8 @@ EVERY = "serial,serial-prewarm,pingpong,overlap-1,tp2-serial,tp2-overlap"
 
 JOBS = (
     Measured("long-prefill-14b", "long-prefill", EVERY, 5, {"static": (4096,)}, warmup_runs=1),
-    Measured("many-14b", "long-prefill", "dp2-serial,pingpong-many", 1, {"static": (4096,)}, (1, 2, 4, 8, 16, 32)),
     Measured("messages-14b", "messages", "serial,dp2-serial,pingpong", 2),
+    Measured("many-14b", "long-prefill", "dp2-serial,pingpong-many", 1, {"static": (4096,)}, (1, 2, 4, 8, 16)),
     Measured("debate-14b", "debate", "serial,dp2-serial,pingpong", 2),
     Measured("rag-14b", "rag", "serial,dp2-serial,pingpong", 2),
     Measured(
