@@ -109,6 +109,7 @@ class Session:
         lease.give_way(begun)
         self._calls += 1
         outgoing = Outgoing(self, call, lease, prefilled=edge is not None)
+        last: tuple[Delta, Said, Certificate] | None = None
         finished = False
         try:
             if edge:
@@ -118,11 +119,15 @@ class Session:
                     said = call.read(delta)
                     if delta.index == 0:  # of several answers to one prompt, LangChain's invoke returns the first
                         outgoing.feed(said.content)
-                    if certificate:
-                        finished = True
-                        self._last_finish = time.monotonic()
-                        await outgoing.finish()
-                    yield delta, said, certificate
+                    if certificate is None:
+                        yield delta, said, None
+                    else:
+                        last = delta, said, certificate
+            if last is not None:  # the engine has nothing more to do for it
+                finished = True
+                self._last_finish = time.monotonic()
+                await outgoing.finish()
+                yield last
         finally:
             if not finished:
                 error, id = type(sys.exception()).__name__, call.request.request_id

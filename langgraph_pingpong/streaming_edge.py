@@ -192,19 +192,18 @@ class StreamingEdge:
 
         While upstreams speak, whole blocks go first: they stay in the cache, and an answer that is outdated does not.
         """
-        ended, sampling, engine = self.knows_all, self.upcoming.sampling, self.lease.engine
-        if sampling is None or not (ended or self._worth):
+        sampling, engine = self.upcoming.sampling, self.lease.engine
+        if sampling is None:
             return False
-        if self._speculation is None and not (ended or self._next_append() <= self._sent):
-            return False
-        if self._speculation is None and engine.num_unfinished:
-            return False
-        ids = self.upcoming.prompt.if_ended()
         if self._speculation is not None:
-            if self._speculation.request.prompt_token_ids == ids:
+            if self._speculation.request.prompt_token_ids == self.upcoming.prompt.if_ended():
                 return True
             await self._outdate(self._speculation)
-        if ids is None or len(ids) >= engine.max_model_len or engine.num_unfinished:
+        ended = self.knows_all
+        if engine.num_unfinished or not (ended or (self._worth and self._next_append() <= self._sent)):
+            return False
+        ids = self.upcoming.prompt.if_ended()
+        if ids is None or len(ids) >= engine.max_model_len:
             return False
         full = {"max_tokens": engine.max_model_len - len(ids), **sampling}
         self._speculation = self.lease.begin(Request(ids, full, cache_salt=self._cache_salt))

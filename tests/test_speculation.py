@@ -17,7 +17,7 @@ from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.evictions import Evictions
 from langgraph_pingpong.session import Call, Session
-from langgraph_pingpong.speculation import Speculation
+from langgraph_pingpong.speculation import Speculation, Worth
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
 from tests.conftest import going_on, wait_until
@@ -97,6 +97,21 @@ class TestAnswersBegunAhead:
         for task in ("One.", "Another task, which is longer.", "And a third one."):
             graph.invoke({"task": task})
         assert record.certificate("critic")["ready"] > 0
+
+    def test_are_not_left_to_themselves_where_they_come_too_late(self, lab: Lab) -> None:
+        """The upstream's next word comes before their first token: after a few none is begun before the end."""
+        model = lab.model(speed={"prefill_speed": 2_000.0})
+        record = lab.record(model)
+        graph = slow_chain(lab, model)
+        graph.invoke(TASK)
+        begun = []
+        for _ in range(2):
+            record.events.clear()
+            graph.invoke(TASK)
+            spoken = record.events[: record.first("finish", "writer")]
+            begun.append(sum(event.name == "speculation.started" for event in spoken))
+            assert begun[-1] == sum(event.name == "speculation.dropped" for event in spoken)
+        assert 0 < max(begun) <= Worth.TRIES
 
     def test_are_not_looked_up_block_by_block(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         """One may be begun with each word of an upstream, and a prompt has many blocks."""
@@ -221,6 +236,7 @@ class TestAnswersBegunAhead:
 
 async def asked_when_the_upstream_ended(pool: EnginePool) -> tuple[Sequence[int] | None, list[Sequence[int]]]:
     """The prompt that is complete when the last of the upstream's answer is given out, and what was sent by then."""
+    same_device = len(pool.engines) == 1
     template = ChatTemplate(pool.engines[0].tokenizer)  # type: ignore[attr-defined]
     prompt = growing_with(template, lambda text: [{"role": "user", "content": f"Review this draft.\n\n{text}"}])
 
@@ -230,17 +246,18 @@ async def asked_when_the_upstream_ended(pool: EnginePool) -> tuple[Sequence[int]
     request = Request(tuple(template.prompt_ids([{"role": "user", "content": "Write."}])), {"max_tokens": 60})
     session = Session(pool, 0)
     try:
-        async with aclosing(session.answer(Call(request, WRITER, plan=plan))) as answer:
+        async with aclosing(session.answer(Call(request, WRITER, plan=plan, same_device=same_device))) as answer:
             async for _, _, certificate in answer:
                 if certificate is not None:
-                    return prompt.if_ended(), [each.prompt_token_ids for each in pool.engines[1].requests]  # type: ignore[attr-defined]
+                    return prompt.if_ended(), [each.prompt_token_ids for each in pool.engines[-1].requests]  # type: ignore[attr-defined]
     finally:
         session.close()
     raise AssertionError("no certificate")
 
 
-def test_the_next_answer_is_asked_for_before_the_graph_goes_on(lab: Lab) -> None:
-    with EnginePool([lab.engine("fake:0"), lab.engine("fake:1")]) as pool:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_next_answer_is_asked_for_before_the_graph_goes_on(lab: Lab, devices: int) -> None:
+    with EnginePool([lab.engine(f"fake:{number}") for number in range(devices)]) as pool:
         prompt, asked = pool.loop.run(asked_when_the_upstream_ended(pool))
     assert prompt is not None
     assert asked[-1] == prompt
