@@ -27,6 +27,47 @@ def real_model() -> Iterator[ChatPingPong]:
         yield model
 
 
+SPARE_BLOCKS, SPARE_LONGEST = 72, 1152
+
+
+class Spare:
+    """An engine whose cache one test may flood and whose process another may kill."""
+
+    def __init__(self) -> None:
+        self._model: ChatPingPong | None = None
+
+    def model(self) -> ChatPingPong:
+        """The default model on it; it starts where it does not run."""
+        if self._model is None or self._model._serving().pool.closed:
+            args = {"num_gpu_blocks_override": SPARE_BLOCKS, "block_size": 32}
+            settings = {**SETTINGS, "dtype": "bfloat16", "max_model_len": SPARE_LONGEST, "engine_args": args}
+            if "gpu_memory_utilization" in settings:
+                settings["gpu_memory_utilization"] = 0.1
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+                self._model = ChatPingPong(devices=DEVICES[:1], max_tokens=1, **settings).start()
+        return self._model
+
+    def close(self) -> None:
+        """End it, if there is one."""
+        if self._model is not None:
+            self._model.close()
+
+
+@pytest.fixture(scope="session")
+def spares() -> Iterator[Spare]:
+    """Keeps the spare engine from test to test."""
+    spare = Spare()
+    yield spare
+    spare.close()
+
+
+@pytest.fixture
+def spare_model(spares: Spare) -> ChatPingPong:
+    """A real engine whose KV cache holds 71 blocks of 32 tokens. A test may close it."""
+    return spares.model()
+
+
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServers]:
     """Two servers of the same, as `pingpong serve` starts them; on a CPU with less KV cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,6 @@ from langgraph_pingpong.evictions import Evictions
 from langgraph_pingpong.health import Health
 from langgraph_pingpong.placement import Placement
 from tests.conftest import wait_until
-from tests.engines_fixture import DEVICES, SETTINGS
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -309,22 +307,8 @@ class TestEvictions:
             assert model.invoke(QUESTION).response_metadata["pingpong"]["lost"] == 0
 
 
-BLOCKS, LONGEST = 72, 1152
-
-
-@pytest.fixture
-def small_cache() -> Iterator[ChatPingPong]:
-    """A real engine whose KV cache holds 71 blocks of 32 tokens."""
-    args = {"num_gpu_blocks_override": BLOCKS, "block_size": 32}
-    settings = {**SETTINGS, "dtype": "bfloat16", "max_model_len": LONGEST, "engine_args": args, "max_tokens": 1}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        with ChatPingPong(devices=DEVICES[:1], **settings) as model:
-            yield model
-
-
-def test_an_anchor_survives_a_flood_on_a_real_engine(small_cache: ChatPingPong) -> None:
-    model, rules = small_cache, "Say where you know it from. " * 146
+def test_an_anchor_survives_a_flood_on_a_real_engine(spare_model: ChatPingPong) -> None:
+    model, rules = spare_model, "Say where you know it from. " * 146
     pool, asked = model._serving().pool, [SystemMessage(rules), HumanMessage("How many legs has a crab?")]
 
     def found(word: str, tokens: int) -> int | None:

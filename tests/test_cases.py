@@ -31,6 +31,7 @@ from langgraph_pingpong.session import Call, Session
 from langgraph_pingpong.streaming_edge import Prefilled, StreamingEdge, Upcoming
 from langgraph_pingpong.tokens import ChatTemplate
 from langgraph_pingpong.trace import Trace
+from tests.attentive import attentive
 from tests.growing_prompts import CRITIC, WRITER, segments_of
 from tests.shipped_tokenizers import qwen
 
@@ -65,10 +66,10 @@ class Quoting:
         """The final state, and the ids that the critic was asked with."""
         reply = lambda prompt: self.writer if "Say what" in prompt else "Fine."  # noqa: E731
         engines = [
-            self.lab.engine(f"fake:{n}", tokenizer=self.tokenizer, reply=reply, decode_speed=80.0, block_size=4)
+            self.lab.engine(f"fake:{n}", tokenizer=self.tokenizer, reply=reply, time_scale=0.0, block_size=4)
             for n in range(2)
         ]
-        model = self.lab.model(engines, overlap=overlap)
+        model = attentive(self.lab.model(engines, overlap=overlap))
         self.record = self.lab.record(model)
         prompts = {
             "writer": lambda state: [NOTES, ("human", state["task"])],

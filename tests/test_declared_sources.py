@@ -40,6 +40,7 @@ from langgraph_pingpong.edges.branches import may_send
 from langgraph_pingpong.edges.sequences import model_sequence
 from langgraph_pingpong.engines.fake_engine import pseudo_words
 from langgraph_pingpong.outgoing import MAX_TARGETS
+from tests.attentive import attentive
 from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
 from tests.test_prompt_sources import RULES, given, prefilled, run
@@ -54,11 +55,9 @@ class State(TypedDict, total=False):
 
 @pytest.fixture
 def model() -> Iterator[ChatPingPong]:
-    """Two modelled engines whose answers take about 100 ms, so that plans and appends have time to happen."""
+    """Two modelled engines that end no answer before plans are made and appends are through."""
     with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160) as model:
-        for engine in model._serving().pool.engines:
-            engine.time_scale = 0.15  # type: ignore[attr-defined]
-        yield model
+        yield attentive(model)
 
 
 def plain(model: ChatPingPong) -> ChatPingPong:

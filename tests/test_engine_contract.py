@@ -22,16 +22,15 @@ from langgraph_pingpong.tokens import ChatTemplate
 T = TypeVar("T")
 
 QUESTION = "Name three animals of a tide pool, and say in a sentence each how they live there."
-LONG = "The tide comes in, and the tide goes out, and the crab waits under its stone. " * 12
+LONG = "The tide comes in, and the tide goes out, and the crab waits under its stone. " * 9
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine on its pool's loop; `spare` is another of its kind that may be stopped."""
+    """An engine on its pool's loop."""
 
     pool: EnginePool
     template: ChatTemplate
-    spare: Engine
     samples: bool
     grows: bool
     """Whether prompts can grow there; an API of servers has no such thing."""
@@ -59,26 +58,16 @@ class Subject:
     ]
 )
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    spare: Engine
     if request.param == "fake":
         tokenizer = fake_tokenizer()
         with EnginePool([FakeEngine(tokenizer=tokenizer)]) as pool:
-            spare = FakeEngine(tokenizer=tokenizer)
-            yield Subject(pool, ChatTemplate(tokenizer), spare, samples=False, grows=True)
+            yield Subject(pool, ChatTemplate(tokenizer), samples=False, grows=True)
         return
     model: ChatPingPong = request.getfixturevalue("real_model" if request.param == "vllm" else "server_model")
     serving = model._serving()
-    engine = serving.pool.engines[0]
-    if isinstance(engine, ServerEngine):
-        spare = ServerEngine(engine._config, engine._address)
-        serving.pool.loop.run(spare.start())
-    else:
-        assert isinstance(engine, VllmEngine)
-        spare = VllmEngine(engine._config, engine._device)  # a second one on these cores takes a minute: not started
     model.reset_prefix_cache()
-    grows = isinstance(engine, VllmEngine)
-    yield Subject(serving.pool, serving.template, spare, samples=True, grows=grows)
-    serving.pool.loop.run(spare.stop())
+    grows = isinstance(serving.pool.engines[0], VllmEngine)
+    yield Subject(serving.pool, serving.template, samples=True, grows=grows)
     assert [each.num_unfinished for each in serving.pool.engines] == [0, 0]
 
 
@@ -361,13 +350,27 @@ def test_a_restart_keeps_no_request_hanging_and_serves_again(subject: Subject) -
     assert text(subject.answer()) == expected
 
 
-def test_stopping_twice_is_safe_and_ends_the_service(subject: Subject) -> None:
-    subject.run(subject.spare.stop())
-    subject.run(subject.spare.stop())
+@pytest.fixture
+def spare(subject: Subject) -> Engine:
+    """Another engine of the kind, which may be stopped."""
+    engine = subject.engine
+    if isinstance(engine, FakeEngine):
+        return FakeEngine(tokenizer=engine.tokenizer)
+    if isinstance(engine, VllmEngine):
+        return VllmEngine(engine._config, engine._device)  # to start it on these cores takes a minute
+    assert isinstance(engine, ServerEngine)
+    other = ServerEngine(engine._config, engine._address)
+    subject.run(other.start())
+    return other
+
+
+def test_stopping_twice_is_safe_and_ends_the_service(subject: Subject, spare: Engine) -> None:
+    subject.run(spare.stop())
+    subject.run(spare.stop())
     with pytest.raises(EngineDead):
-        subject.run(deltas(subject.spare, subject.request()))
+        subject.run(deltas(spare, subject.request()))
     with pytest.raises(EngineDead):
-        subject.run(subject.spare.prefill(subject.request()))
+        subject.run(spare.prefill(subject.request()))
     if subject.grows:
         with pytest.raises(EngineDead):
-            subject.spare.open_appends()
+            spare.open_appends()

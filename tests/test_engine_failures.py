@@ -8,11 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from langchain_core.messages import AIMessage
 
 from graphs.briefs import read_text
 from langgraph_pingpong import ChatPingPong
@@ -20,7 +21,7 @@ from langgraph_pingpong.engines.vllm_engine import VllmEngine
 from langgraph_pingpong.errors import EngineDead
 from langgraph_pingpong.trace import Event
 from tests.conftest import Recorder, wait_until
-from tests.engines_fixture import DEVICES, SETTINGS
+from tests.engines_fixture import DEVICES
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -30,16 +31,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 BACK_WITHIN_S = 240.0
 NO_HANG_S = 10.0
 TASK = {"task": "Explain this text to a new reader.\n\n" + read_text("documents/river_gauge.md")}
-OWN = {**SETTINGS, "max_model_len": 4096, **({"gpu_memory_utilization": 0.1} if DEVICES[0].startswith("cuda") else {})}
 
 
-@pytest.fixture(scope="module")
-def model() -> Iterator[ChatPingPong]:
-    """The default model on a pair of engines that may be killed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        with ChatPingPong(devices=DEVICES, temperature=0.0, max_tokens=24, **OWN) as pair:
-            yield pair
+@pytest.fixture
+def model(real_model: ChatPingPong) -> ChatPingPong:
+    """The pair of all tests: whoever kills an engine of it waits for its return."""
+    return real_model
 
 
 @pytest.fixture
@@ -53,26 +50,34 @@ def record(model: ChatPingPong) -> Iterator[Recorder]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: ChatPingPong) -> tuple[dict[str, Any], list[str]]:
+def expected(real_model: ChatPingPong) -> tuple[dict[str, Any], list[str]]:
     """What the chain gives, and the digests of its prompts."""
     from tests.conftest import Lab
 
-    model.reset_prefix_cache()
-    recorder = Recorder(model)
-    state = Lab().chain(model).invoke(TASK)
+    real_model.reset_prefix_cache()
+    recorder = Recorder(real_model)
+    state = Lab().chain(real_model).invoke(TASK)
+    real_model.trace._sinks.remove(recorder.events.append)
     return state, digests(recorder)
 
 
 def digests(recorder: Recorder) -> list[str]:
-    return [event.data["prompt_sha256"] for event in recorder.named("generate.started")]
+    """Those of the chain's prompts."""
+    return [event.data["prompt_sha256"] for event in recorder.named("generate.started") if event.node]
+
+
+def processes_of(model: ChatPingPong, index: int) -> list[psutil.Process]:
+    """The processes that vLLM manages for an engine."""
+    engine = model._serving().pool.engines[index]
+    assert isinstance(engine, VllmEngine)
+    manager = engine._engine.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+    return [psutil.Process(process.pid) for process in manager.processes]
 
 
 def kill(model: ChatPingPong, index: int) -> None:
     """End the process of an engine as an operator or the kernel would."""
-    engine = model._serving().pool.engines[index]
-    assert isinstance(engine, VllmEngine)
-    for process in engine._engine.engine_core.resources.engine_manager.processes:  # type: ignore[attr-defined]
-        assert process.pid in [child.pid for child in psutil.Process().children(recursive=True)]
+    for process in processes_of(model, index):
+        assert process in psutil.Process().children(recursive=True)
         os.kill(process.pid, signal.SIGKILL)
 
 
@@ -90,29 +95,58 @@ def at(model: ChatPingPong, name: str, node: str, act: Callable[[], None], later
     assert not pending, f"there was no {name}"
 
 
-MOMENTS = {
-    "the first node's decode": (0, "first_token", "writer", 0.4),
-    "the edge's prefill": (1, "append.started", "critic", 0.2),
-}
-"""Which engine is killed, and how many seconds after which event. test_failover.py has the others, on modelled ones."""
+# test_failover.py has the other moments, on modelled engines.
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_during(
-    moment: str, model: ChatPingPong, record: Recorder, expected: tuple[dict[str, Any], list[str]], lab: Lab
+def test_killed_during_the_first_nodes_decode_with_others_running(
+    model: ChatPingPong, record: Recorder, expected: tuple[dict[str, Any], list[str]], lab: Lab
 ) -> None:
-    index, name, node, later_s = MOMENTS[moment]
+    """Case 19: the engine dies for all users. Here those on the other engine notice nothing."""
+    questions = [f"Count to {number}, in words." for number in range(3, 9)]
+    plain = [answer.text for answer in model.batch(questions)]
     model.reset_prefix_cache()
-    with at(model, name, node, lambda: kill(model, index), later_s):
+    asked: list[Future[AIMessage]] = []
+    with ThreadPoolExecutor(len(questions)) as threads:
+
+        def ask() -> None:
+            asked.extend(threads.submit(model.invoke, question) for question in questions)
+
+        with at(model, "first_token", "writer", ask, 0.0), at(model, "first_token", "", lambda: kill(model, 0), 0.2):
+            assert lab.chain(model).invoke(TASK) == expected[0]
+        answers = [each.result() for each in asked]
+    assert [answer.text for answer in answers] == plain
+    certificates = [answer.response_metadata["pingpong"] for answer in answers]
+    assert {each["device"] for each in certificates if each["fallback"]} == {DEVICES[1]}
+    assert any(each["fallback"] is None for each in certificates)
+    assert digests(record) == expected[1]
+    assert all(record.certificate(each)["ids_equal"] for each in ("writer", "critic"))
+    assert died(record) == (DEVICES[0], f"The engine on {DEVICES[0]} died.")
+    (moved,) = record.named("failover", "writer")
+    assert moved.device == DEVICES[1]
+    assert 0 < moved.data["said"] < 24
+    serves_again(model, record, expected, lab)
+
+
+def test_killed_during_the_edges_prefill(
+    model: ChatPingPong, record: Recorder, expected: tuple[dict[str, Any], list[str]], lab: Lab
+) -> None:
+    model.reset_prefix_cache()
+    with at(model, "append.started", "critic", lambda: kill(model, 1), 0.2):
         assert lab.chain(model).invoke(TASK) == expected[0]
     assert digests(record) == expected[1]
     assert all(record.certificate(each)["ids_equal"] for each in ("writer", "critic"))
-    died = record.wait_for("engine.died")
-    assert (died.device, died.data["error"]) == (DEVICES[index], f"The engine on {DEVICES[index]} died.")
-    if "decode" in moment:
-        (moved,) = record.named("failover")
-        assert (moved.node, moved.device) == (node, DEVICES[1 - index])
-        assert 0 < moved.data["said"] < 24
+    assert died(record) == (DEVICES[1], f"The engine on {DEVICES[1]} died.")
+    serves_again(model, record, expected, lab)
+
+
+def died(record: Recorder) -> tuple[str | None, str]:
+    """Which engine, and how."""
+    event = record.wait_for("engine.died")
+    return event.device, event.data["error"]
+
+
+def serves_again(model: ChatPingPong, record: Recorder, expected: tuple[dict[str, Any], list[str]], lab: Lab) -> None:
+    """The engine that died comes back, and the chain is as ever on both."""
     record.wait_for("engine.restarted", within_s=BACK_WITHIN_S)
     assert lab.chain(model).invoke(TASK) == expected[0]
     assert {event.device for event in record.named("generate.started")[-2:]} == set(DEVICES)
@@ -126,18 +160,6 @@ def test_killed_while_idle(
     assert lab.chain(model).invoke(TASK) == expected[0]
     assert digests(record) == expected[1]
     assert record.named("failover", "writer")[0].data["said"] == 0
-
-
-def test_killed_in_mid_run_with_others_running(model: ChatPingPong, record: Recorder, lab: Lab) -> None:
-    """Case 19: the engine dies for all users. Here those on the other engine notice nothing."""
-    questions = [f"Count to {number}, in words." for number in range(3, 9)]
-    plain = [model.invoke(question).text for question in questions]
-    with ThreadPoolExecutor(len(questions)) as threads, at(model, "first_token", "", lambda: kill(model, 1), 0.2):
-        answers = list(threads.map(model.invoke, questions))
-    assert [answer.text for answer in answers] == plain
-    certificates = [answer.response_metadata["pingpong"] for answer in answers]
-    assert {each["device"] for each in certificates if each["fallback"]} == {DEVICES[0]}
-    assert any(each["fallback"] is None for each in certificates)
 
 
 def test_both_killed_is_one_clear_error(model: ChatPingPong, record: Recorder, lab: Lab) -> None:
@@ -158,18 +180,18 @@ def test_both_killed_is_one_clear_error(model: ChatPingPong, record: Recorder, l
     assert model.invoke("Hello.").text
 
 
-def test_a_reset_does_not_wait_for_the_dead_and_closing_during_a_restart_leaves_no_process(model: ChatPingPong) -> None:
-    """The last one: it closes the pair."""
-    pool = model._serving().pool
-    ours = [engine._engine.engine_core.resources.engine_manager.processes for engine in pool.engines]  # type: ignore[attr-defined]
-    before = [psutil.Process(process.pid) for processes in ours for process in processes]
+def test_a_reset_does_not_wait_for_the_dead_and_closing_during_a_restart_leaves_no_process(
+    spare_model: ChatPingPong,
+) -> None:
+    """On an engine of its own, which is closed."""
+    processes = processes_of(spare_model, 0)
     known = set(psutil.Process().children(recursive=True))
-    kill(model, 0)
+    kill(spare_model, 0)
     began = time.monotonic()
-    model.reset_prefix_cache()
+    spare_model.reset_prefix_cache()
     assert time.monotonic() - began < NO_HANG_S, "a reset does not wait for the dead"
     wait_until(lambda: set(psutil.Process().children(recursive=True)) - known, BACK_WITHIN_S, "begin of the restart")
     new = set(psutil.Process().children(recursive=True)) - known
-    model.close()
-    _, alive = psutil.wait_procs([*before, *new], timeout=NO_HANG_S)
+    spare_model.close()
+    _, alive = psutil.wait_procs([*processes, *new], timeout=NO_HANG_S)
     assert [child for child in alive if "resource_tracker" not in " ".join(child.cmdline())] == []

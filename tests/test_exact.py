@@ -133,7 +133,7 @@ def test_modelled_engines_are_exact_anyway() -> None:
 
 engine = [pytest.mark.engine, pytest.mark.timeout(900)]
 NODES = [node for node, *_ in CHAIN]
-DOCUMENTS = ("bakery_oven", "river_gauge", "school_bicycles")
+DOCUMENTS = ("bakery_oven", "river_gauge")
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def bits_model() -> Iterator[ChatPingPong]:
 def run(model: ChatPingPong, overlap: str, document: str) -> list[dict[str, Any]]:
     """Each agent's text, tokens and log-probabilities."""
     told = model.model_copy(update={"overlap": overlap, "logprobs": True, "top_logprobs": 2})
-    graph, heard = build(told, brief_tokens=225, max_tokens=24, last_max_tokens=12), _Answers()
+    graph, heard = build(told, brief_tokens=225, max_tokens=16, last_max_tokens=12), _Answers()
     given = {"task": "Explain this document.", "document": read_text(f"documents/{document}.md")}
     graph.invoke(given, {"callbacks": [heard]})
     assert len(heard.said) == len(NODES)
@@ -196,13 +196,13 @@ class TestOnRealEngines:
         said: dict[str, Any] = {}
         threads = [
             threading.Thread(target=lambda name=name: said.update({name: run(bits_model, "on", name)}))
-            for name in DOCUMENTS[:2]
+            for name in DOCUMENTS
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert said == {name: serial[name] for name in DOCUMENTS[:2]}
+        assert said == serial
 
     def test_blocks_of_an_answer_are_not_reused(self, bits_model: ChatPingPong) -> None:
         """The next turn's prompt holds this one's answer. Decoding rounds it as no prefill does."""

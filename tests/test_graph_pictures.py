@@ -32,6 +32,7 @@ from langgraph_pingpong.viz.graph_image import loop_path
 from langgraph_pingpong.viz.graph_layout import Layout, Route, lay_out
 from langgraph_pingpong.viz.graph_parts import Edge, Picture, picture_of
 from langgraph_pingpong.viz.graph_rows import Box
+from tests.attentive import attentive
 
 HERE = Path(__file__).parent
 GALLERY = {
@@ -53,10 +54,9 @@ class State(TypedDict, total=False):
 
 @pytest.fixture
 def model() -> Iterator[ChatPingPong]:
-    """A model on two modelled devices, slow enough that plans are ready before answers end."""
-    speeds = {"time_scale": 1.0, "decode_speed": 300.0, "prefill_speed": 500_000.0}
-    with EnginePool([FakeEngine(f"fake:{index}", **speeds) for index in range(2)]) as pool:
-        yield ChatPingPong(pool=pool, max_tokens=60)
+    """A model on two modelled devices that end no answer before plans are ready."""
+    with EnginePool([FakeEngine(f"fake:{index}") for index in range(2)]) as pool:
+        yield attentive(ChatPingPong(pool=pool, max_tokens=60))
 
 
 def declared(model: Any, reads: str, writes: str) -> Any:

@@ -15,7 +15,6 @@ import pytest
 from graphs.briefs import read_text
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.engines.base import KvLost, Request
-from langgraph_pingpong.engines.vllm_kv import LEASE_S
 from langgraph_pingpong.kv_budget import KvBudget
 from langgraph_pingpong.kv_handles import HandleRefused, KvHandle
 from langgraph_pingpong.kv_transfer import KvTransfer
@@ -37,9 +36,11 @@ BIRDS = ("heron", "gull", "curlew", "plover", "tern", "stork", "crane", "wader",
 @pytest.fixture(scope="module")
 def model() -> Iterator[ChatPingPong]:
     """The default model on two engines that can read each other's KV."""
-    with ChatPingPong(devices=DEVICES, temperature=0.0, max_tokens=12, kv_transfer=True, **SETTINGS) as model:
-        model._serving().pool.start()
-        yield model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        with ChatPingPong(devices=DEVICES, temperature=0.0, max_tokens=12, kv_transfer=True, **SETTINGS) as model:
+            model._serving().pool.start()
+            yield model
 
 
 @pytest.fixture(autouse=True)
@@ -85,15 +86,15 @@ def held(model: ChatPingPong, ids: tuple[int, ...]) -> list[int]:
     return [seen.count(keys) for seen in kv_of(model).planner.seen if seen is not None]
 
 
-def test_fifty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None:
+def test_twenty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None:
     """In both directions. What an engine computed from nothing is compared with what the other one read from it."""
     text = ids_of(model, "\n".join(read_text(name) for name in ("documents/clinic_telephone.md", "document.md")))
-    prompts = [text[start : start + 110] for start in range(0, 50 * 12, 12)]
-    assert len(set(prompts)) == 50 and len(prompts[-1]) == 110
+    prompts = [text[start : start + 110] for start in range(0, 20 * 12, 12)]
+    assert len(set(prompts)) == 20 and len(prompts[-1]) == 110
 
     async def both() -> list[tuple[dict[str, Any], dict[str, Any]]]:
         pairs = []
-        for first in range(0, 50, 10):  # ten at a time, as from a graph
+        for first in range(0, 20, 10):  # ten at a time, as from a graph
             numbers = range(first, first + 10)
             computed = await asyncio.gather(*(answer(model, n % 2, prompts[n]) for n in numbers))
             read = await asyncio.gather(*(answer(model, 1 - n % 2, prompts[n]) for n in numbers))
@@ -104,7 +105,7 @@ def test_fifty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None:
     assert [read["ids"] for _, read in pairs] == [computed["ids"] for computed, _ in pairs]
     assert all(computed["cached"] == computed["pulled"] == 0 for computed, _ in pairs)
     assert {(read["cached"], read["pulled"]) for _, read in pairs} <= {(96, 96), (0, 0)}
-    assert kv_of(model).counts["pulled"] >= 45
+    assert kv_of(model).counts["pulled"] >= 18
     assert set(kv_of(model).counts) <= BUSY
 
 
@@ -118,13 +119,13 @@ def test_reading_3000_tokens_is_faster_than_computing_them(model: ChatPingPong) 
     assert [each["evicted"] for each in model.memory()] == [0, 0]  # there was room for all
 
 
-def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifty_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a code word of its own early in its prompt, and is read by the other engine at the same time.
 
     None is computed because too many are read: answers come before reads, which would be too slow on a busy machine.
     """
     monkeypatch.setattr(KvBudget, "may_pull", lambda self, tokens: True)
-    words = [f"{BIRDS[n % 10]}{BIRDS[n // 10]}" for n in range(100)]
+    words = [f"{BIRDS[n % 10]}{BIRDS[n // 10]}" for n in range(50)]
     rest = " It was given out at the harbour this morning, and nobody but the keeper of the light has been told of it."
     prompts = [ids_of(model, f"The code word is {word}.{rest * 4} Again: the code word is") for word in words]
     assert all(len(ids) > 64 + BLOCK for ids in prompts)
@@ -134,35 +135,44 @@ def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch:
 
     computed, read = on(model, all_of(0)), on(model, all_of(1))
     assert [each["ids"] for each in read] == [each["ids"] for each in computed]
-    assert len({each["text"] for each in read}) > 20
+    assert len({each["text"] for each in read}) > 10
     for own, each in zip(words, read, strict=True):
         assert not [word for word in words if word != own and word in each["text"]]
-    assert kv_of(model).counts["pulled"] > 30
+    assert kv_of(model).counts["pulled"] > 15
     assert set(kv_of(model).counts) <= BUSY
+
+
+def lend(model: ChatPingPong, ids: tuple[int, ...]) -> KvHandle:
+    """A handle on a prompt's KV, kept by the first engine."""
+    handle = on(model, kv_of(model).lend(0, Request(ids)))
+    assert isinstance(handle, KvHandle)
+    return handle
 
 
 HERON = "The code word is heron. " * 24
 CASES = itertools.count(1)
 
 
+@pytest.fixture(scope="module")
+def old(model: ChatPingPong) -> KvHandle:
+    """On KV of the prompt that names the heron; it grows old while the tests run."""
+    return lend(model, ids_of(model, HERON, 128))
+
+
+@pytest.mark.usefixtures("old")
 class TestAHandle:
     """Case 39: transferred KV belongs to another prompt, and nobody notices. Here it is refused, and computed."""
 
     @pytest.fixture
     def heron(self, model: ChatPingPong) -> KvHandle:
         """On KV of a prompt that names the heron, kept by the first engine."""
-        return self.lend(model, ids_of(model, HERON, 128))
+        return lend(model, ids_of(model, HERON, 128))
 
     @pytest.fixture
     def other(self, model: ChatPingPong) -> tuple[int, ...]:
         """A prompt that nobody has seen."""
         text = "A lighthouse keeper counts the ships that pass at night and writes them down. " * 12
         return ids_of(model, f"Case {next(CASES)}. {text}", 140)
-
-    def lend(self, model: ChatPingPong, ids: tuple[int, ...]) -> KvHandle:
-        handle = on(model, kv_of(model).lend(0, Request(ids)))
-        assert isinstance(handle, KvHandle)
-        return handle
 
     def refused(self, model: ChatPingPong, handle: KvHandle, ids: tuple[int, ...], why: str) -> None:
         with pytest.raises(HandleRefused, match=why):
@@ -190,13 +200,8 @@ class TestAHandle:
         self.refused(model, heron, ids_of(model, HERON, 128), "wrong source")
         self.check_right(model, other)
 
-    def test_too_old(self, model: ChatPingPong, heron: KvHandle, other: tuple[int, ...]) -> None:
-        time.sleep(LEASE_S)
-        self.refused(model, heron, ids_of(model, HERON, 128), "expired")
-        self.check_right(model, other)
-
     def test_unknown_to_its_source(self, model: ChatPingPong, other: tuple[int, ...]) -> None:
-        handle = self.lend(model, other[:128])
+        handle = lend(model, other[:128])
         handle.export = replace(handle.export, how={**handle.export.how, "remote_engine_id": "nobody"})
         with pytest.raises(KvLost):
             on(model, kv_of(model).read(1, Request(other[:128]), handle))
@@ -206,7 +211,7 @@ class TestAHandle:
         self, model: ChatPingPong, heron: KvHandle, other: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As if it was read too late: what came is not that of the prompt, and nobody is served it."""
-        handle = self.lend(model, other[:128])
+        handle = lend(model, other[:128])
         handle.export = replace(handle.export, how=heron.export.how)
         self.refused(model, handle, other[:128], "other KV")
         with monkeypatch.context() as patch:
@@ -214,6 +219,11 @@ class TestAHandle:
             assert self.check_right(model, other)["cached"] == 0
         again = other[::-1]
         assert self.check_right(model, again)["pulled"] == 128
+
+    def test_too_old(self, model: ChatPingPong, old: KvHandle, other: tuple[int, ...]) -> None:
+        time.sleep(max(0.0, old.expires - time.monotonic()))
+        self.refused(model, old, ids_of(model, HERON, 128), "expired")
+        self.check_right(model, other)
 
 
 def test_a_source_killed_in_mid_transfer(model: ChatPingPong) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import pytest
 from langchain_core.language_models import FakeListChatModel
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import Runnable
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.config import get_store
@@ -24,6 +25,7 @@ from langgraph_pingpong import ChatPingPong, agent_node, streaming_edges
 from langgraph_pingpong.edges.book import _walk
 from langgraph_pingpong.edges.tool_results import listen
 from langgraph_pingpong.errors import ConfigError
+from tests.attentive import attentive
 from tests.conftest import wait_until
 from tests.growing_prompts import is_probe
 
@@ -42,11 +44,9 @@ class State(TypedDict, total=False):
 
 @pytest.fixture
 def model() -> Iterator[ChatPingPong]:
-    """Two modelled engines whose answers take about 50 ms, so that plans and appends have time to happen."""
+    """Two modelled engines that end no answer before plans are made and appends are through."""
     with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160) as model:
-        for engine in model._serving().pool.engines:
-            engine.time_scale = 0.03  # type: ignore[attr-defined]
-        yield model
+        yield attentive(model)
 
 
 def run(model: ChatPingPong, graph: Any, given: Any, config: Any = None) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -80,7 +80,7 @@ def wasted_by_run(model: ChatPingPong, graph: Any, given: Any) -> int:
     return sum(wasted)
 
 
-def ask(model: ChatPingPong, system: str, human: str) -> str:
+def ask(model: Runnable[Any, AIMessage], system: str, human: str) -> str:
     return model.invoke([SystemMessage(f"{system} {RULES}"), HumanMessage(human)]).text
 
 
@@ -143,10 +143,13 @@ class TestLearned:
 
     def test_a_state_full_of_numbers_is_not_gone_through(self, model: ChatPingPong) -> None:
         table: Any = [[0.5] * 1000 for _ in range(1000)]
-        started = time.process_time()
-        found = list(_walk("state", {"a": table, "task": "It is there."}))
-        assert found == [(("state", "task"), "It is there.")]
-        assert time.process_time() - started < 0.5
+        took = []
+        for _ in range(3):  # at any time garbage may be collected
+            started = time.process_time()
+            found = list(_walk("state", {"a": table, "task": "It is there."}))
+            took.append(time.process_time() - started)
+            assert found == [(("state", "task"), "It is there.")]
+        assert min(took) < 0.5
 
     def test_an_answer_in_one_piece_is_learned_from(self, model: ChatPingPong) -> None:
         for engine in model._serving().pool.engines:
@@ -251,8 +254,11 @@ class TestLearned:
 
     def test_a_fan_in_streams_its_upstreams_in_prompt_order(self, model: ChatPingPong) -> None:
         builder = StateGraph(State)
-        for name in "abc":
-            builder.add_node(f"say_{name}", lambda s, n=name: {n: ask(model, f"You are {n}.", s["task"])})
+        for engine in model._serving().pool.engines:
+            engine.time_scale = 0.03  # type: ignore[attr-defined]
+        for name, tokens in zip("abc", (40, 100, 160), strict=True):  # each is appended while the next one speaks
+            speaker = model.bind(max_tokens=tokens)
+            builder.add_node(f"say_{name}", lambda s, n=name, m=speaker: {n: ask(m, f"You are {n}.", s["task"])})
             builder.add_edge(START, f"say_{name}")
         builder.add_node(
             "join", lambda s: {"report": model.invoke(f"{RULES}\nA: {s['a']}\nB: {s['b']}\nC: {s['c']}\nJoin.").text}
@@ -582,7 +588,7 @@ class TestDryRun:
         assert sum(len(engine.requests) for engine in model._serving().pool.engines) == 4  # type: ignore[attr-defined]
         assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
-    def test_a_node_that_sleeps_does_not_hold_anyone_up(self, model: ChatPingPong) -> None:
+    def test_a_node_that_sleeps_does_not_hold_anyone_up(self) -> None:
         slept: list[float] = []
 
         def writer(state: State) -> Any:
@@ -591,10 +597,12 @@ class TestDryRun:
                 time.sleep(3)
             return {"report": ask(model, "You write.", state["plan"])}
 
-        graph = streaming_edges(chain(model, writer), dry_run={"planner", "writer"})
-        started = time.monotonic()
-        run(model, graph, given(1))
-        assert time.monotonic() - started < 2
+        with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160) as model:
+            graph = streaming_edges(chain(model, writer), dry_run={"planner", "writer"})
+            started = time.monotonic()
+            run(model, graph, given(1))
+            assert time.monotonic() - started < 2
+            assert slept
 
 
 class TestOptions:

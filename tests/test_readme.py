@@ -13,6 +13,7 @@ from typing import Any
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.bench.document import to_markdown
 from langgraph_pingpong.bench.results import committed, report_on, section, with_section
+from tests.attentive import attentive
 
 README = Path(__file__).parent.parent / "README.md"
 RESULTS = README.parent / "docs" / "results"
@@ -29,9 +30,9 @@ def test_the_program_streams_from_the_second_run_on(tmp_path: Path) -> None:
     build = runpy.run_path(str(path), run_name="program")["build"]
     finished: list[dict[str, Any]] = []
     with ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=150) as model:
-        for engine in model._serving().pool.engines:
-            engine.time_scale = 0.03  # type: ignore[attr-defined]
-        model.trace.subscribe(lambda e: finished.append(e.data["certificate"]) if e.name == "finish" else None)
+        attentive(model).trace.subscribe(
+            lambda e: finished.append(e.data["certificate"]) if e.name == "finish" else None
+        )
         graph = build(model)
         results = [graph.invoke({"task": "Explain tide pools."}) for _ in range(2)]
     assert results[0] == results[1]

@@ -18,7 +18,7 @@ def test_what_a_tool_returns_is_prefilled_while_it_runs(real_model: ChatPingPong
     models = {mode: real_model.model_copy(update={"overlap": mode}) for mode in ("off", "on")}
     library = Library(lambda text: len(real_model.get_token_ids(text)), seed=3)
     scenes = {mode: Scene(model, library, "streams", 1.0, TOKENS) for mode, model in models.items()}
-    runs = [{mode: timed(models[mode], scenes[mode], number, mode) for mode in models} for number in range(3)]
+    runs = [{mode: timed(models[mode], scenes[mode], number, mode) for mode in models} for number in range(2)]
     assert all(run["on"][what] == run["off"][what] for run in runs for what in ("answer", "prompts"))
     assert all(len(run["on"]["prompts"]) == 2 for run in runs)
     later = [run["on"]["certificate"] for run in runs[1:]]

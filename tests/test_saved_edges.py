@@ -26,6 +26,7 @@ from langgraph_pingpong.edges.learned import CallSite, Follower
 from langgraph_pingpong.edges.template import ListSlice, Literal, OneMessage, Reference, Stop, ToolRound
 from langgraph_pingpong.errors import ConfigError
 from langgraph_pingpong.growing_prompt import CallKey
+from tests.attentive import attentive
 from tests.test_prompt_sources import RULES, State, ask, chain, given, prefilled, run
 
 WRITER, CRITIC = CallKey(("writer",)), CallKey(("inner", "critic"), 1, 2)
@@ -40,10 +41,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def new_model() -> ChatPingPong:
-    model = ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160)
-    for engine in model._serving().pool.engines:
-        engine.time_scale = 0.03  # type: ignore[attr-defined]
-    return model
+    return attentive(ChatPingPong(devices=["fake:0", "fake:1"], max_tokens=160))
 
 
 @pytest.fixture
@@ -82,6 +80,7 @@ def site_of(template: Any = TEMPLATE, shaping: Shaping | None = None) -> CallSit
 PROGRAM = """
 import sys
 from langgraph_pingpong import streaming_edges
+from tests.attentive import attentive
 from tests.test_prompt_sources import chain, given, run
 from tests.test_saved_edges import new_model
 with new_model() as model:
