@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # Measures what docs/results/h200x2 holds, on the first two GPUs; OUT gets the files.
-#   scripts/measure_gpus.sh OUT [PART...]     parts: chain, same-device, unpaced, small, appends, exact, agents,
-#                                           kv-pull (default: all)
-# Runs that are in a file already are not run again, so a part that was stopped is gone on with. A part takes two to
-# nine minutes on H200s, most of it the engines' start.
+#   scripts/measure_gpus.sh OUT [PART...]     parts: exact, shape, small, appends, agents, kv-pull (default: all)
+# Runs that are in a file already are not run again, so a part that was stopped is gone on with. On H200s `shape` takes
+# 20 minutes, 5 of them the engines' start, and the others two to nine.
 set -euo pipefail
 out=${1:?usage: measure_gpus.sh OUT [PART...]}
 shift
-parts=${*:-chain same-device unpaced small appends exact agents kv-pull}
+parts=${*:-exact shape small appends agents kv-pull}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 shape=${SHAPE:-/tmp/qwen3-14b-shape}
 devices=${DEVICES:-cuda:0,cuda:1}
@@ -26,11 +25,9 @@ large=(--model "$shape" --max-model-len 16384)
 dummy='{"load_format": "dummy"}'
 for part in $parts; do
   case $part in
-    chain) bench long-prefill-14b serial,serial-prewarm,pingpong,pingpong-plain,tp2-serial "$dummy" "${large[@]}" ;;
-    same-device) bench long-prefill-14b-same-device overlap-1,tp2-serial,tp2-overlap,serial "$dummy" "${large[@]}" ;;
-    unpaced) # the edges pace the prefills beside decodes themselves
-      bench long-prefill-14b-unpaced overlap-1,tp2-serial,tp2-overlap,serial \
-        '{"load_format": "dummy", "long_prefill_token_threshold": 0}' "${large[@]}" ;;
+    shape) # every mode and profile, with one start of the engines
+      python3 "$here/scripts/measure_shape.py" "$out" --shape "$shape" --devices "$devices" \
+        ${STOP_AFTER:+--stop-after "$STOP_AFTER"} ;;
     small) bench long-prefill-smollm2 serial,pingpong,pingpong-plain,overlap-1 '{}' ;; # 9 heads: no TP=2
     appends)
       python3 -m langgraph_pingpong.bench.appends --device cuda:0 --model "$shape" \

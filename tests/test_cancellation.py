@@ -528,13 +528,13 @@ def test_a_program_that_ends_takes_its_requests_along() -> None:
 class TestRealEngines:
     """The same on real vLLM: it says itself that it has nothing to do, and holds no block of its KV cache."""
 
-    def test_a_hundred_runs(self, lab: Lab, real_model: ChatPingPong) -> None:
+    def test_two_hundred_runs(self, lab: Lab, real_model: ChatPingPong) -> None:
         pool, graph = real_model._serving().pool, lab.chain(real_model.bind(max_tokens=8))
         real_model.reset_prefix_cache()
         assert self.left(pool) == [(0, False, True)] * 2
         expected = graph.invoke(TASK)
         record = lab.record(real_model)
-        asyncio.run(stop_many(graph, 100, at_once=8, most_s=1.0))
+        asyncio.run(stop_many(graph, 200, at_once=8, most_s=1.0))
         wait_until(lambda: self.left(pool) == [(0, False, True)] * 2, 2.0, "idle engines")
         assert leases_on(pool) == 0
         assert edges_on(pool) == []

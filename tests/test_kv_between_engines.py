@@ -86,15 +86,15 @@ def held(model: ChatPingPong, ids: tuple[int, ...]) -> list[int]:
     return [seen.count(keys) for seen in kv_of(model).planner.seen if seen is not None]
 
 
-def test_twenty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None:
+def test_fifty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None:
     """In both directions. What an engine computed from nothing is compared with what the other one read from it."""
     text = ids_of(model, "\n".join(read_text(name) for name in ("documents/clinic_telephone.md", "document.md")))
-    prompts = [text[start : start + 110] for start in range(0, 20 * 12, 12)]
-    assert len(set(prompts)) == 20 and len(prompts[-1]) == 110
+    prompts = [text[start : start + 110] for start in range(0, 50 * 12, 12)]
+    assert len(set(prompts)) == 50 and len(prompts[-1]) == 110
 
     async def both() -> list[tuple[dict[str, Any], dict[str, Any]]]:
         pairs = []
-        for first in range(0, 20, 10):  # ten at a time, as from a graph
+        for first in range(0, 50, 10):  # ten at a time, as from a graph
             numbers = range(first, first + 10)
             computed = await asyncio.gather(*(answer(model, n % 2, prompts[n]) for n in numbers))
             read = await asyncio.gather(*(answer(model, 1 - n % 2, prompts[n]) for n in numbers))
@@ -105,7 +105,7 @@ def test_twenty_prompts_are_answered_as_if_computed(model: ChatPingPong) -> None
     assert [read["ids"] for _, read in pairs] == [computed["ids"] for computed, _ in pairs]
     assert all(computed["cached"] == computed["pulled"] == 0 for computed, _ in pairs)
     assert {(read["cached"], read["pulled"]) for _, read in pairs} <= {(96, 96), (0, 0)}
-    assert kv_of(model).counts["pulled"] >= 18
+    assert kv_of(model).counts["pulled"] >= 45
     assert set(kv_of(model).counts) <= BUSY
 
 
@@ -119,13 +119,13 @@ def test_reading_3000_tokens_is_faster_than_computing_them(model: ChatPingPong) 
     assert [each["evicted"] for each in model.memory()] == [0, 0]  # there was room for all
 
 
-def test_fifty_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a code word of its own early in its prompt, and is read by the other engine at the same time.
 
     None is computed because too many are read: answers come before reads, which would be too slow on a busy machine.
     """
     monkeypatch.setattr(KvBudget, "may_pull", lambda self, tokens: True)
-    words = [f"{BIRDS[n % 10]}{BIRDS[n // 10]}" for n in range(50)]
+    words = [f"{BIRDS[n % 10]}{BIRDS[n // 10]}" for n in range(100)]
     rest = " It was given out at the harbour this morning, and nobody but the keeper of the light has been told of it."
     prompts = [ids_of(model, f"The code word is {word}.{rest * 4} Again: the code word is") for word in words]
     assert all(len(ids) > 64 + BLOCK for ids in prompts)
@@ -135,10 +135,10 @@ def test_fifty_branches_at_once_keep_apart(model: ChatPingPong, monkeypatch: pyt
 
     computed, read = on(model, all_of(0)), on(model, all_of(1))
     assert [each["ids"] for each in read] == [each["ids"] for each in computed]
-    assert len({each["text"] for each in read}) > 10
+    assert len({each["text"] for each in read}) > 20
     for own, each in zip(words, read, strict=True):
         assert not [word for word in words if word != own and word in each["text"]]
-    assert kv_of(model).counts["pulled"] > 15
+    assert kv_of(model).counts["pulled"] > 30
     assert set(kv_of(model).counts) <= BUSY
 
 

@@ -19,7 +19,7 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 LAYERS = """
 errors certificate
 trace segments signals engines.base exact same_device kv_budget going_first
-growing config default_model loop engines.main_guard engines.prompt_scheduler speculation
+growing config default_model loop engines.main_guard engines.orphans engines.prompt_scheduler speculation
 tokens placement
 health growing_prompt evictions kv_handles kv_planner
 anchors kv_transfer
@@ -27,7 +27,7 @@ pool
 failover
 streaming_edge edges
 engines.fake_kv engines.vllm_kv
-engines.fake_engine engines.vllm_appends engines.vllm_setup engines.server_answers
+engines.fake_engine engines.vllm_appends engines.vllm_setup engines.vllm_text engines.server_answers
 outgoing
 tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session

@@ -95,7 +95,7 @@ class TestModelledEngines:
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 class TestRealEngines:
-    RUNS = 16
+    RUNS = 32
 
     def test_chains_at_once_give_what_each_gives_alone(self, lab: Lab, real_model: ChatPingPong) -> None:
         """In float32 the texts are equal, too, in batches of any size."""

@@ -23,6 +23,9 @@ from langgraph_pingpong.errors import OtherResults
 
 BEGIN, END = "<!-- results: made by `make results` -->", "<!-- end of results -->"
 
+EARLIER = "earlier"
+"""A folder of files that say how it was before: they keep their reports, and have no row in the README."""
+
 HEAD = (
     "",
     "mode",
@@ -62,6 +65,8 @@ def section(files: Mapping[Path, Results], root: Path) -> str:
     rows: list[list[str]] = []
     more: list[str] = []
     for path, results in files.items():
+        if EARLIER in path.parts:
+            continue
         compared = compare(results)
         link = f"[{title_of(results)}]({path.with_suffix('.md').relative_to(root).as_posix()})"
         if len(compared) > MANY_CASES:

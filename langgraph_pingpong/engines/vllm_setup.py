@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of
+from langgraph_pingpong.engines.orphans import PARENT
 from langgraph_pingpong.engines.vllm_kv import SIDE_PORT, kv_environment
 from langgraph_pingpong.errors import EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
 
@@ -65,6 +66,7 @@ def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
     """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
     own = {**_ENVIRONMENT, **(kv_environment(device.kind) if config.kv_transfer else {})}
     values = {name: value if name == SIDE_PORT else os.environ.get(name, value) for name, value in own.items()}
+    values[PARENT] = str(os.getpid())
     if device.kind == "cuda":
         return {**values, _VISIBLE: ",".join(gpus_of(device, config.tensor_parallel_size or 1))}
     cores = cores_for(device, config.devices, config.exact)
@@ -151,7 +153,7 @@ def environment_with(values: dict[str, str]) -> Iterator[None]:
     """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
-        if name in (_OWN_CORES, _VISIBLE, SIDE_PORT) or name not in os.environ:
+        if name in (_OWN_CORES, _VISIBLE, SIDE_PORT, PARENT) or name not in os.environ:
             os.environ[name] = value
     try:
         yield
