@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,11 +19,17 @@ from tests.engines_fixture import DEVICES
 
 STARTS_A_CHILD = f"""
 import os, subprocess, sys, time
-of = sys.argv[1] or str(os.getpid())
-code = "from langgraph_pingpong.engines.orphans import end_with_parent as e; e(); print('up', flush=True); import time; time.sleep(60)"
-child = subprocess.Popen([sys.executable, "-c", code], env={{**os.environ, "{PARENT}": of}}, stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
+from langgraph_pingpong.engines.orphans import end_with_parent
+
+if sys.argv[1:] == ["child"]:
+    end_with_parent()
+    print("up", flush=True)
+else:
+    environment = {{**os.environ, "{PARENT}": (sys.argv[1:] or [str(os.getpid())])[0]}}
+    program = [sys.executable, __file__, "child"]
+    child = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print(child.pid, flush=True)
 time.sleep(60)
 """
 
@@ -47,15 +54,22 @@ def killed(program: list[str], number: signal.Signals) -> list[psutil.Process]:
     return children
 
 
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(STARTS_A_CHILD)
+    return str(path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_ends_with_the_program_that_started_it(number: signal.Signals) -> None:
-    children = killed(["-c", STARTS_A_CHILD, ""], number)
+def test_a_process_ends_with_the_program_that_started_it(program: str, number: signal.Signals) -> None:
+    children = killed([program], number)
     assert len(children) == 1
     assert psutil.wait_procs(children, timeout=GIVE_UP_AFTER_S)[1] == []
 
 
-def test_a_process_that_somebody_else_started_stays() -> None:
-    (child,) = killed(["-c", STARTS_A_CHILD, "1"], signal.SIGKILL)
+def test_a_process_that_somebody_else_started_stays(program: str) -> None:
+    (child,) = killed([program, "1"], signal.SIGKILL)
     _, alive = psutil.wait_procs([child], timeout=2.5)
     assert alive == [child]
     child.kill()
@@ -71,8 +85,8 @@ def test_engines_know_their_program_and_vllm_the_entry_point(monkeypatch: pytest
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_an_engine_ends_with_its_program(tmp_path: pytest.TempPathFactory) -> None:
-    script = tmp_path / "program.py"  # type: ignore[operator]
+def test_an_engine_ends_with_its_program(tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
     script.write_text(STARTS_AN_ENGINE.format(devices=DEVICES[:1]))
     children = killed([str(script)], signal.SIGKILL)
     assert len(children) >= 2
