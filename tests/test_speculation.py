@@ -100,7 +100,7 @@ class TestAnswersBegunAhead:
 
     def test_are_not_left_to_themselves_where_they_come_too_late(self, lab: Lab) -> None:
         """The upstream's next word comes before their first token: after a few none is begun before the end."""
-        model = lab.model(speed={"prefill_speed": 2_000.0})
+        model = lab.model(speed={"prefill_speed": 2_000.0}, replies={"writer": "Crabs walk sideways. " * 20})
         record = lab.record(model)
         graph = slow_chain(lab, model)
         graph.invoke(TASK)
