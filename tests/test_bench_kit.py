@@ -93,14 +93,17 @@ def test_a_call_that_was_cut_off_is_made(args: dict[str, str]) -> None:
     assert call["args"] in ({"topic": "crabs"}, {"topic": "maps"})
 
 
+LONG_ENOUGH = 48
+"""Tokens of an answer during which there is time for an append."""
+
+
 # -- a line ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("line") / "x.jsonl"
-    long_enough_for_appends = ["--set", "output=48"]
-    assert bench(path, "--modes", "pingpong", *SMALL, *long_enough_for_appends).exit_code == 0
+    assert bench(path, "--modes", "pingpong", *SMALL, "--set", f"output={LONG_ENOUGH}").exit_code == 0
     (run,) = read(path).runs
     return run
 
@@ -115,11 +118,11 @@ def test_a_line_holds_everything_with_times_from_the_start(line: dict[str, Any])
     assert [agent["node"] for agent in line["agents"]] == ["A", "B"]
     assert list(line["texts"][0]) == ["A", "B"]
     finished = [answer for answer in line["answers"] if answer["finish_reason"]]
-    assert [sum(count for _, count in answer["tokens"]) for answer in finished] == [8, 8]
+    assert [sum(count for _, count in answer["tokens"]) for answer in finished] == [LONG_ENOUGH, 8]
     assert all(answer["started"] <= answer["tokens"][0][0] <= line["e2e_ms"] for answer in finished)
 
 
-WORK = Work([], 2, {"A": 8, "B": 8})
+WORK = Work([], 2, {"A": LONG_ENOUGH, "B": 8})
 
 
 def test_a_whole_line_passes(line: dict[str, Any]) -> None:
@@ -140,7 +143,7 @@ def test_what_is_no_result_is_refused(line: dict[str, Any]) -> None:
     refused("nothing was measured", events=[])
     refused("the engine says otherwise", agents=[first, {**second, "output_tokens": 7}])
     refused("the engine says otherwise", answers=line["answers"][:1])
-    refused("A answered with 8 tokens, not 9", Work([], 2, {"A": 9, "B": 8}))
+    refused("B answered with 8 tokens, not 9", Work([], 2, {"A": LONG_ENOUGH, "B": 9}))
     events = [
         {**event, "data": {**event["data"], "cached": 16}} if event["name"] == "first_token" else event
         for event in line["events"]

@@ -39,7 +39,7 @@ def test_tracing_is_held_against_nobody_listening(tmp_path: Path, monkeypatch: p
     overhead.main(tmp_path / "tracing", runs=2, tracing=True)
     setup, *runs = [json.loads(line) for line in (tmp_path / "tracing.jsonl").read_text().splitlines()]
     assert [run["mode"] for run in runs] == ["on", "traced", "traced", "on"]
-    assert all(sum(run["streamed"]) > 30 for run in runs)
+    assert all(sum(run["streamed"]) > 20 for run in runs)  # the last block may be left to the answer
     assert heard.count("finish") == 2 * (2 + overhead.LEARNING_RUNS)  # both nodes, in the traced runs only
     text = (tmp_path / "tracing.md").read_text()
     assert text == overhead.summary([setup, *runs])

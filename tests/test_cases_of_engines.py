@@ -65,7 +65,10 @@ class TestTwoEnginesOnOneHost:
     @pytest.mark.skipif(DEVICES[0].startswith("cuda"), reason="whose GPU a process uses is not to be seen from here")
     def test_have_cores_of_their_own(self, real_model: ChatPingPong) -> None:
         assert real_model._serving().pool.started
-        workers = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM::Worker")]
+        engines: Any = real_model._serving().pool.engines
+        cores_of = [each._engine.engine_core.resources.engine_manager.processes for each in engines]
+        children = [psutil.Process(process.pid).children() for processes in cores_of for process in processes]
+        workers = [p for of_one in children for p in of_one if p.name().startswith("VLLM::Worker")]
         cores = [set(worker.cpu_affinity()) for worker in workers]
         assert len(cores) == len(DEVICES)
         assert not set.intersection(*cores)

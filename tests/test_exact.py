@@ -151,7 +151,7 @@ def bits_model() -> Iterator[ChatPingPong]:
 def run(model: ChatPingPong, overlap: str, document: str) -> list[dict[str, Any]]:
     """Each agent's text, tokens and log-probabilities."""
     told = model.model_copy(update={"overlap": overlap, "logprobs": True, "top_logprobs": 2})
-    graph, heard = build(told, brief_tokens=225, max_tokens=16, last_max_tokens=12), _Answers()
+    graph, heard = build(told, brief_tokens=225, max_tokens=24, last_max_tokens=12), _Answers()
     given = {"task": "Explain this document.", "document": read_text(f"documents/{document}.md")}
     graph.invoke(given, {"callbacks": [heard]})
     assert len(heard.said) == len(NODES)
