@@ -246,7 +246,8 @@ class VllmEngine:
         """What makes the answer's text here; None where vLLM does."""
         if not (self._makes_text and is_made_here(request.sampling)):
             return None
-        return AnswerText(self._engine.get_tokenizer(), request, self._params(request))
+        with self._clear_errors(self._engine):
+            return AnswerText(self._engine.get_tokenizer(), request, self._params(request))
 
     async def prefill(self, request: Request) -> int:
         """Compute a prompt's KV cache. vLLM refuses `max_tokens=0`, so one token is sampled and dropped."""
