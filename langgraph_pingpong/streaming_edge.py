@@ -193,16 +193,15 @@ class StreamingEdge:
         While upstreams speak, whole blocks go first: they stay in the cache, and an answer that is outdated does not.
         """
         sampling, engine = self.upcoming.sampling, self.lease.engine
-        if sampling is None:
+        if sampling is None or (self._speculation is None and not self._may_begin()):
             return False
+        ended, ids = self.knows_all, self.upcoming.prompt.if_ended()
         if self._speculation is not None:
-            if self._speculation.request.prompt_token_ids == self.upcoming.prompt.if_ended():
+            if self._speculation.request.prompt_token_ids == ids:
                 return True
             await self._outdate(self._speculation)
-        ended = self.knows_all
-        if engine.num_unfinished or not (ended or (self._worth and self._next_append() <= self._sent)):
-            return False
-        ids = self.upcoming.prompt.if_ended()
+            if not self._may_begin():
+                return False
         if ids is None or len(ids) >= engine.max_model_len:
             return False
         full = {"max_tokens": engine.max_model_len - len(ids), **sampling}
@@ -211,6 +210,12 @@ class StreamingEdge:
             return False
         self._emit("speculation.started", prompt_tokens=len(ids), ended=ended)
         return True
+
+    def _may_begin(self) -> bool:
+        """Whether the device is idle, and either all is said, or all whole blocks are sent and words leave time."""
+        if self.lease.engine.num_unfinished:
+            return False
+        return self.knows_all or (bool(self._worth) and self._next_append() <= self._sent)
 
     async def _outdate(self, speculation: Speculation) -> None:
         """The prompt grew: the answer to what it was is of no use."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine
 from langgraph_pingpong.engines.base import Delta, Request
+from langgraph_pingpong.outgoing import Outgoing
 from langgraph_pingpong.streaming_edge import StreamingEdge
 from tests.conftest import edges_on
 
@@ -56,7 +57,7 @@ class AttentiveEngine(FakeEngine):
     def _edges_are_through(self) -> bool:
         """Whether every plan is made, and every edge waits for more of its prompt."""
         coroutines = [task.get_coro() for task in asyncio.all_tasks()]
-        if any(getattr(each, "__qualname__", "") == "Outgoing._open" for each in coroutines):
+        if any(getattr(each, "__qualname__", "") == Outgoing._open.__qualname__ for each in coroutines):
             return False
         return all(edge._task.done() or edge._grown._waiters for edge in self._edges())  # type: ignore[attr-defined]
 

@@ -28,7 +28,10 @@ from tests.engines_fixture import DEVICES
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NODES = [node for node, *_ in CHAIN]
-DOCUMENTS = ["document.md", "documents/bakery_oven.md", "documents/river_gauge.md"]
+DOCUMENTS = [
+    "document.md",
+    *(f"documents/{name}.md" for name in ("bakery_oven", "clinic_telephone", "river_gauge", "school_bicycles")),
+]
 TASK = "Explain this document to a new reader."
 
 
@@ -56,7 +59,7 @@ def certificates(events: list[Event]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def cold_runs(real_model: ChatPingPong) -> list[dict[str, Any]]:
-    """Each document, run cold with edges off and cold with edges on."""
+    """Five documents, each run cold with edges off and cold with edges on."""
     runs = []
     for document in DOCUMENTS:
         run: dict[str, Any] = {}

@@ -19,7 +19,6 @@ from langgraph_pingpong.bench.common import circumstances
 from langgraph_pingpong.bench.engine_sets import EngineSets, EngineSettings
 from langgraph_pingpong.bench.lines import ResultsFile
 from langgraph_pingpong.bench.machine import commit, drivers, source_digest
-from langgraph_pingpong.bench.modes import MODES
 from langgraph_pingpong.bench.profiles import Params
 from langgraph_pingpong.bench.runner import Plan, Runner, Step
 from langgraph_pingpong.signals import ended_by_signals
@@ -107,16 +106,20 @@ class Kit:
             ConfigError: the settings cannot work, or a file belongs to others.
             RunFailed: a run is not complete.
         """
-        files = [ResultsFile(job.path, {**setup_of(job.plan, self.settings), "title": job.title}) for job in jobs]
-        to_do = [(job, file, steps) for job, file in zip(jobs, files, strict=True) if (steps := _left(job, file))]
+        to_do: list[tuple[Job, ResultsFile, list[Step]]] = []
         for job in jobs:
-            if not any(job is other for other, _, _ in to_do):
+            file = ResultsFile(job.path, {**setup_of(job.plan, self.settings), "title": job.title})
+            if steps := list(job.plan.steps(file.done)):
+                to_do.append((job, file, steps))
+            else:
                 self.console.print(f"{job.path} holds all of these runs.", soft_wrap=True)
-        modes = dict.fromkeys(step.mode.name for _, _, steps in to_do for step in steps)
-        needed = [mode for mode in MODES.values() if mode.name in modes]
+        needed = {step.mode.name: step.mode for _, _, steps in to_do for step in steps}
         if not needed:
             return 0
-        with ended_by_signals(lambda number: 128 + number), EngineSets(self.settings, needed, self.calls) as sets:
+        with (
+            ended_by_signals(lambda number: 128 + number),
+            EngineSets(self.settings, list(needed.values()), self.calls) as sets,
+        ):
             start_s = self._start(sets)
             return sum(self._job(sets, *each, start_s) for each in to_do)
 
@@ -153,10 +156,6 @@ class Kit:
 
     def _is_late(self, expected_s: float) -> bool:
         return self.stop_after_s is not None and time.monotonic() - self.began + expected_s > self.stop_after_s
-
-
-def _left(job: Job, file: ResultsFile) -> list[Step]:
-    return list(job.plan.steps(file.done))
 
 
 def _progress(console: Console) -> Progress:

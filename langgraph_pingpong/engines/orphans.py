@@ -17,6 +17,8 @@ PARENT = "PINGPONG_PARENT"
 """The environment variable that holds the process id of the program that starts engines."""
 
 LOOK_EVERY_S = 1.0
+"""The pause between two looks at the parent, in seconds."""
+
 GIVE_UP_AFTER_S = 10.0
 """How long an engine may take to end when asked to, in seconds; then it is killed."""
 

@@ -1,7 +1,8 @@
 """The text of answers, made by vLLM's own detokenizer from the end of the prompt only.
 
-vLLM decodes a whole prompt when the answer's first token comes, to know what text that token adds: 4 ms for 4,400
-tokens, 30 ms for 32,000, during which no other answer of the process gets on. The last tokens of the prompt are enough.
+vLLM decodes a whole prompt when the answer's first token comes, to know what text that token adds: 4 to 5 ms for
+4,400 tokens beside an H200 (docs/results/h200x2/short-steps-14b.md), more for more, during which no other answer of the
+process gets on. The last tokens of the prompt are enough.
 So engines are asked for ids, and their text is made here. Stop strings and log-probabilities need vLLM's own text:
 requests with those leave it to the engine.
 """
