@@ -38,7 +38,7 @@ import time, psutil
 from langgraph_pingpong import ChatPingPong
 
 if __name__ == "__main__":
-    ChatPingPong(devices={devices}, max_model_len=512).start()
+    model = ChatPingPong(devices={devices}, max_model_len=512).start()  # its engines end when nobody holds it
     print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
     time.sleep(300)
 """

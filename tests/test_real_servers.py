@@ -30,7 +30,7 @@ def runs(server_model: ChatPingPong) -> dict[str, Any]:
         events: list[Any] = []
         with server_model.trace.subscribed(events.append):
             model = server_model.model_copy(update={"overlap": overlap})
-            result = build(model, brief_tokens=300, max_tokens=32, last_max_tokens=8).invoke(TASK)
+            result = build(model, brief_tokens=300, max_tokens=96, last_max_tokens=8).invoke(TASK)
         certificates = [event.data["certificate"] for event in events if event.name == "finish"]
         digests = [event.data["prompt_sha256"] for event in events if event.name == "generate.started"]
         found[overlap] = {"result": result, "certificates": certificates, "digests": digests}
