@@ -21,8 +21,8 @@ from langgraph_pingpong.edges.langgraph_internals import (
     input_of,
     spec_of,
     state_of,
-    when_graph_ends,
 )
+from langgraph_pingpong.edges.langgraph_loops import graphs_around, when_graph_ends
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.sources import Ahead, Known, Moment, RendererOf, foresee, foresee_after_tools
 from langgraph_pingpong.edges.tasks import RunningTask
@@ -101,10 +101,11 @@ class PlannedCall:
         self._samplings.forget(self.record.key)
 
     def close_with_graph(self, close: Callable[[tuple[str, ...]], None]) -> None:
-        """Call `close` with the site of the call's graph when the run of that graph is over."""
+        """Call `close` with the site of each graph around the call, the run's own included, when its run is over."""
         task = self.record.task
-        if task is not None and self._book.is_first_of_graph(task):
-            when_graph_ends(task, partial(close, task.site[:-1]))
+        for loop, graph in graphs_around(task) if task is not None else ():
+            if self._book.is_new_graph(loop):
+                when_graph_ends(loop, partial(close, graph))
 
     def end(self, answer: str | None, turn: Message | None = None) -> None:
         """The call is over; `answer` is its text, None if it did not finish, `turn` its message if it called tools."""

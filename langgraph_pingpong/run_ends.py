@@ -5,19 +5,20 @@ from __future__ import annotations
 import weakref
 from functools import partial
 
-from langgraph_pingpong.edges import RunningTask, when_graph_ends
+from langgraph_pingpong.edges import RunningTask, graphs_around, when_graph_ends
 from langgraph_pingpong.planning import PlannedCall, planner_of
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.session import Session
 
 
 def close_with_graph(session: Session, task: RunningTask | None, planned: PlannedCall | None) -> None:
-    """End the session's edges within a graph, and at last the run itself, when the graph of this call has ended."""
+    """End the session's edges within a graph when it has ended, and with the run's own graph the run itself."""
     close = partial(_close, weakref.ref(session), weakref.ref(session.pool), session.owner)
     if planned is not None:
         planned.close_with_graph(close)
     elif task is not None and session.is_new:
-        when_graph_ends(task, partial(close, task.site[:-1]))
+        whole, site = graphs_around(task)[-1]  # without edges, only the end of the run counts
+        when_graph_ends(whole, partial(close, site))
 
 
 def _close(session: weakref.ref[Session], pool: weakref.ref[EnginePool], owner: object, graph: tuple[str, ...]) -> None:

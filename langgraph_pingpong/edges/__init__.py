@@ -1,7 +1,8 @@
 """Edges: which calls of the model come next, and what their prompts will be."""
 
 from langgraph_pingpong.edges.declared import AgentNode, agent_node
-from langgraph_pingpong.edges.langgraph_internals import running_task, when_graph_ends
+from langgraph_pingpong.edges.langgraph_internals import running_task
+from langgraph_pingpong.edges.langgraph_loops import graphs_around, when_graph_ends
 from langgraph_pingpong.edges.langgraph_streams import custom_stream
 from langgraph_pingpong.edges.options import NodeOptions, options_of, streaming_edges
 from langgraph_pingpong.edges.rehearsal import REHEARSAL, Rehearsal
@@ -16,6 +17,7 @@ __all__ = [
     "RunningTask",
     "agent_node",
     "custom_stream",
+    "graphs_around",
     "options_of",
     "running_task",
     "streaming_edges",

@@ -111,11 +111,11 @@ class RunBook:
             self.active[record.key] = record
             return record
 
-    def is_first_of_graph(self, task: RunningTask) -> bool:
-        """Whether no call of this run of the task's own graph was seen before."""
+    def is_new_graph(self, loop: Any) -> bool:
+        """Whether no call within this run of a graph, given by its loop, was seen before."""
         with self._lock:
-            seen = task.loop in self._graphs
-            self._graphs.add(task.loop)
+            seen = loop in self._graphs
+            self._graphs.add(loop)
             return not seen
 
     def end(self, record: CallRecord, answer: str | None, turn: Message | None = None) -> None:

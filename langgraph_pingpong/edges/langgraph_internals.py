@@ -11,7 +11,6 @@ import copy
 import functools
 import logging
 import operator
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 from langchain_core.runnables import Runnable, RunnableConfig
 
 from langgraph_pingpong.edges.branches import may_send
+from langgraph_pingpong.edges.langgraph_loops import graphs_around, loop_of, site_of
 from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
 from langgraph_pingpong.edges.tasks import UNKNOWN, NextTask, RunningTask
 
@@ -53,9 +53,9 @@ def running_task(config: RunnableConfig) -> RunningTask | None:
 
 def _read_task(config: RunnableConfig) -> RunningTask:
     metadata, configurable = config["metadata"], config["configurable"]
-    runtime, loop = configurable["__pregel_runtime"], _loop(configurable["__pregel_call"])
+    runtime, loop = configurable["__pregel_runtime"], loop_of(configurable["__pregel_call"])
     return RunningTask(
-        site=_site(metadata["langgraph_checkpoint_ns"]),
+        site=site_of(metadata["langgraph_checkpoint_ns"].split("|")),
         push=_push(metadata["langgraph_path"]),
         step=metadata["langgraph_step"],
         attempt=runtime.execution_info.node_attempt,
@@ -65,18 +65,6 @@ def _read_task(config: RunnableConfig) -> RunningTask:
         config=config,
         beside=frozenset(each.name for each in list(loop.tasks.values())),
     )
-
-
-def _loop(call: Any) -> Any:
-    """The loop behind the function that schedules tasks; a node with a timeout has it wrapped in a closure."""
-    if not hasattr(call, "keywords"):
-        call = next(cell.cell_contents for cell in call.__closure__ if hasattr(cell.cell_contents, "keywords"))
-    return call.keywords["schedule_task"].__self__
-
-
-def _site(namespace: str) -> tuple[str, ...]:
-    """'writer:1f0…|draft:8c2…' -> ('writer', 'draft'): the ids change from run to run, the names do not."""
-    return tuple(part.partition(":")[0] for part in namespace.split("|"))
 
 
 def _push(path: tuple[Any, ...]) -> int | None:
@@ -108,17 +96,6 @@ def state_of(task: RunningTask) -> Mapping[str, Any]:
         for name, channel in channels.items()
         if not name.startswith(("branch:", "__", "join:")) and channel.is_available()
     }
-
-
-def when_graph_ends(task: RunningTask, callback: Callable[[], None]) -> None:
-    """Call back when the run of the task's own graph is over: LangGraph leaves its loop then, or lets go of it.
-
-    An error that somebody keeps, or that waits for the garbage collector, keeps the loop long after the run.
-    """
-    ended = weakref.finalize(task.loop, callback)  # calls back once, whatever comes first
-    ended.atexit = False
-    if stack := getattr(task.loop, "stack", None):
-        stack.callback(ended)
 
 
 def next_tasks(task: RunningTask, update: Any, sibling_update: SiblingUpdate | None = None) -> list[NextTask]:
@@ -346,7 +323,10 @@ def usable() -> bool:
 
 
 def _self_test() -> str:
-    """Foresee the second node of a graph, in a subgraph, from within the first; returns what went wrong, or ''."""
+    """Foresee the second node of a graph, in a subgraph, from within the first, and look up from there.
+
+    Returns what went wrong, or ''.
+    """
     from langgraph.graph import END, START, StateGraph
     from typing_extensions import TypedDict
 
@@ -354,13 +334,18 @@ def _self_test() -> str:
         text: str
 
     foreseen: list[NextTask] = []
+    around: list[tuple[str, ...]] = []
 
     def first(state: State, config: RunnableConfig) -> dict[str, str]:
         for task in next_tasks(_read_task(config), {"text": "b"}):
             foreseen.extend(entered(task))
         return {"text": "b"}
 
-    inner = StateGraph(State).add_node("inner", lambda state: {"text": state["text"] + "c"}).add_edge(START, "inner")
+    def second(state: State, config: RunnableConfig) -> dict[str, str]:
+        around.extend(site for _, site in graphs_around(_read_task(config)))
+        return {"text": state["text"] + "c"}
+
+    inner = StateGraph(State).add_node("inner", second).add_edge(START, "inner")
     builder = StateGraph(State)
     builder.add_node("first", first)
     builder.add_node("second", inner.compile())
@@ -372,4 +357,6 @@ def _self_test() -> str:
     next_one, again = (("second", "inner"), {"text": "b"}, True), (("first",), {"text": "b"}, False)
     if [(task.site, task.input, task.certain) for task in foreseen] != [next_one, again]:
         return f"the next task was read as {foreseen!r}"
+    if around != [("second",), ()]:
+        return f"the graphs around a task were read as {around!r}"
     return ""

@@ -1,0 +1,53 @@
+"""The loops of LangGraph that run a task's graph and the graphs around it, and when they end.
+
+A third part of langgraph_internals.py, under the same version guard and self-test.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from langgraph_pingpong.edges.tasks import RunningTask
+
+logger = logging.getLogger(__name__)
+
+
+def loop_of(call: Any) -> Any:
+    """The loop behind the function that schedules tasks; a node with a timeout has it wrapped in a closure."""
+    if not hasattr(call, "keywords"):
+        call = next(cell.cell_contents for cell in call.__closure__ if hasattr(cell.cell_contents, "keywords"))
+    return call.keywords["schedule_task"].__self__
+
+
+def site_of(namespace: Iterable[str]) -> tuple[str, ...]:
+    """('writer:1f0…', 'draft:8c2…') -> ('writer', 'draft'): the ids change from run to run, the names do not."""
+    return tuple(part.partition(":")[0] for part in namespace)
+
+
+def graphs_around(task: RunningTask) -> list[tuple[Any, tuple[str, ...]]]:
+    """The task's own graph and those around it, from the inside out: of each the loop, and the site within the run.
+
+    The site of the last, the run's own graph, is (). It is not the task's site without the task: a functional task's
+    has the name of its flow in it. Where the way up is not understood, the run is taken to end with what was found.
+    """
+    loops = [task.loop]
+    try:
+        while loops[-1].is_nested:
+            loops.append(loop_of(loops[-1].config["configurable"]["__pregel_call"]))
+    except Exception:
+        logger.debug("no graph found around a subgraph", exc_info=True)
+    return [*((loop, site_of(loop.checkpoint_ns)) for loop in loops[:-1]), (loops[-1], ())]
+
+
+def when_graph_ends(loop: Any, callback: Callable[[], None]) -> None:
+    """Call back when the run of a graph is over: LangGraph leaves its loop then, or lets go of it.
+
+    An error that somebody keeps, or that waits for the garbage collector, keeps the loop long after the run.
+    """
+    ended = weakref.finalize(loop, callback)  # calls back once, whatever comes first
+    ended.atexit = False
+    if stack := getattr(loop, "stack", None):
+        stack.callback(ended)
