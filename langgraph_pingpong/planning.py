@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from langchain_core.runnables import RunnableConfig
+from langsmith import tracing_context
 
 from langgraph_pingpong.edges.book import Answers, CallRecord, RunBook, Shaping, note_sources
 from langgraph_pingpong.edges.langgraph_internals import (
@@ -249,7 +250,8 @@ def planner_of(pool: EnginePool) -> Planner:
 async def in_daemon_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Run blocking work in a thread that nothing waits for at exit, outside the caller's context.
 
-    The context is left out so that no callback, tracer or config of the caller sees what happens there.
+    The context is left out so that no callback, tracer or config of the caller sees what happens there. What the
+    environment has switched on needs no context: LangSmith is told to look away.
 
     Raises:
         TimeoutError: it took longer; the thread goes on, its result is dropped.
@@ -268,7 +270,8 @@ async def in_daemon_thread(work: Callable[[], T], timeout_s: float) -> T:
     def run() -> None:
         value, error = None, None
         try:
-            value = work()
+            with tracing_context(enabled=False):
+                value = work()
         except BaseException as exc:  # noqa: BLE001 - handed to whoever waits
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
+from langsmith import tracing_context
 
 from langgraph_pingpong.edges.branches import may_send
 from langgraph_pingpong.edges.langgraph_loops import graphs_around, loop_of, site_of
@@ -322,6 +323,7 @@ def usable() -> bool:
     return not problem
 
 
+@tracing_context(enabled=False)  # the environment may have switched it on, for any context
 def _self_test() -> str:
     """Foresee the second node of a graph, in a subgraph, from within the first, and look up from there.
 
