@@ -218,12 +218,6 @@ class ChatPingPong(Anchoring):
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def _should_stream(self, *, async_api: bool, run_manager: Any = None, **kwargs: Any) -> bool:
-        """With several answers to a prompt, `invoke` does not stream even where somebody listens to chunks."""
-        if (kwargs.get("n") or self.n or 1) > 1 and not kwargs.get("stream"):
-            return False
-        return super()._should_stream(async_api=async_api, run_manager=run_manager, **kwargs)
-
     def _generate(
         self,
         messages: list[BaseMessage],

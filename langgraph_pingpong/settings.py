@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from langchain_core.language_models import LangSmithParams
@@ -195,6 +195,21 @@ class Settings(ConfigAwareChatModel):
     def _call_settings(self) -> dict[str, Any]:
         """The settings that a call can replace."""
         return {name: getattr(self, name) for name in (*SAMPLING, *OWN, "stop")}
+
+    def _should_stream(self, *, async_api: bool, run_manager: Any = None, **kwargs: Any) -> bool:
+        """With several answers to a prompt, `invoke` does not stream even where somebody listens to chunks."""
+        if self._asks_for_several(kwargs):
+            return False
+        return super()._should_stream(async_api=async_api, run_manager=run_manager, **kwargs)
+
+    def _should_use_protocol_streaming(self, *, async_api: bool, run_manager: Any = None, **kwargs: Any) -> bool:
+        """The same where somebody listens to `stream_events` in its third version."""
+        if self._asks_for_several(kwargs):
+            return False
+        return super()._should_use_protocol_streaming(async_api=async_api, run_manager=run_manager, **kwargs)
+
+    def _asks_for_several(self, kwargs: Mapping[str, Any]) -> bool:
+        return (kwargs.get("n") or self.n or 1) > 1 and not kwargs.get("stream")
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)

@@ -627,6 +627,21 @@ class TestSeveralAnswers:
         shown = [part for part, _ in builder.compile().stream({"messages": ["Hi"]}, stream_mode="messages")]
         assert [part.content for part in shown] == ["low tide"]
 
+    @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+    @pytest.mark.parametrize("how", ["setting", "argument"])
+    def test_are_not_streamed_to_who_listens_to_the_graph(self, how: str) -> None:
+        model = answering("tide", **({"n": 2} if how == "setting" else {}))
+        arguments = {"n": 2} if how == "argument" else {}
+        builder = StateGraph(MessagesState)
+        builder.add_node("writer", lambda state: {"messages": [model.invoke("Hi", **arguments)]})
+        graph = builder.add_edge(START, "writer").compile()
+
+        async def asynchronously() -> Any:
+            return await (await graph.astream_events({"messages": []}, version="v3")).output()
+
+        outputs = [graph.stream_events({"messages": []}, version="v3").output, asyncio.run(asynchronously())]
+        assert [[message.text for message in output["messages"]] for output in outputs] == [["tide"]] * 2
+
 
 class TestLogprobs:
     def test_have_one_entry_a_token(self) -> None:
