@@ -262,7 +262,7 @@ class ChatPingPong(Anchoring):
 
     def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
         prepared = self._prepare(messages, terms, config := current_config())
-        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks))
+        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks))
         with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
             for answer in answers:
                 if chunk := made.chunk(*answer):
@@ -271,7 +271,7 @@ class ChatPingPong(Anchoring):
     async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
         # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
         prepared = await asyncio.to_thread(self._prepare, messages, terms, config := current_config())
-        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks))
+        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks))
         async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
                 if chunk := made.chunk(*answer):

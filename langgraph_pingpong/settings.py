@@ -13,6 +13,7 @@ from langgraph_pingpong.calls import OWN, SAMPLING
 from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unknown
 from langgraph_pingpong.errors import NotExact, SettingOfServers
 from langgraph_pingpong.exact import Exact
+from langgraph_pingpong.identity import engines_identity, served_model
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.pool import EnginePool
 
@@ -187,9 +188,22 @@ class Settings(ConfigAwareChatModel):
         return "langgraph-pingpong"
 
     @property
+    def model_name(self) -> str:
+        """The name of the model that is served, as answers and traces tell it."""
+        return served_model(self.model, self.pool)
+
+    @property
     def _identifying_params(self) -> dict[str, Any]:
-        shaping = ("model", "chat_template", "tool_parser", "reasoning_parser")
-        return {**{name: getattr(self, name) for name in shaping}, **self._call_settings}
+        """What answers depend on: LangChain's cache gives an answer to every model for which this is the same."""
+        shaping = ("escape_markers", "tool_parser", "reasoning_parser")
+        return {
+            "model": self.model_name,
+            "tokenizer": getattr(self.tokenizer, "name_or_path", None),
+            "chat_template": self.chat_template or getattr(self.tokenizer, "chat_template", None),
+            **{name: getattr(self, name) for name in shaping},
+            **engines_identity(dict(self), self.pool),
+            **self._call_settings,
+        }
 
     @property
     def _call_settings(self) -> dict[str, Any]:
@@ -214,7 +228,7 @@ class Settings(ConfigAwareChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = self._llm_type
-        params.setdefault("ls_model_name", "default")
+        params["ls_model_name"] = self.model_name
         return params
 
 

@@ -105,7 +105,7 @@ class Spans:
 
     def watch(self, model: ChatPingPong) -> None:
         """Make spans of what a model does from now on."""
-        name, kind = model.model or "default", SpanKind.CLIENT if model.base_urls else SpanKind.INTERNAL
+        name, kind = model.model_name, SpanKind.CLIENT if model.base_urls else SpanKind.INTERNAL
         model.trace.on_call(self._called)
         model.trace.subscribe(lambda event: self._take(event, name, kind))
 
