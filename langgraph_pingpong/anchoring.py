@@ -13,14 +13,14 @@ from langgraph_pingpong.anchors import LEASE_S, Anchor
 from langgraph_pingpong.growing_prompt import common_prefix
 from langgraph_pingpong.planning import cache_salt
 from langgraph_pingpong.serving import Serving
-from langgraph_pingpong.settings import Settings
 from langgraph_pingpong.tools import ToolLike, openai_tools
+from langgraph_pingpong.variants import Variants
 
 _FOLLOWED_BY = ("0", "an end")
 """Two texts that may follow an anchor: what is equal in both prompts does not depend on it."""
 
 
-class Anchoring(Settings):
+class Anchoring(Variants):
     """A chat model that can keep beginnings of prompts cached."""
 
     @abstractmethod

@@ -15,7 +15,6 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
-from pydantic import PrivateAttr
 
 from langgraph_pingpong.after_tools import AfterTools
 from langgraph_pingpong.anchoring import Anchoring
@@ -36,7 +35,7 @@ from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
 from langgraph_pingpong.run_ends import close_with_graph
 from langgraph_pingpong.run_metadata import add_to_run
-from langgraph_pingpong.serving import LazyServing, Prompting, Serving, make_serving, serving_of_servers, serving_on
+from langgraph_pingpong.serving import Prompting, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
@@ -60,9 +59,6 @@ class ChatPingPong(Anchoring):
     With `base_urls` in place of `devices` the engines are those of vLLM servers, which are not started or stopped.
     """
 
-    _lazy: LazyServing = PrivateAttr(default_factory=LazyServing)
-    _trace: Trace = PrivateAttr(default_factory=Trace)
-
     @property
     def trace(self) -> Trace:
         """The stream of events of every call of this model; subscribe a sink to see them."""
@@ -82,9 +78,9 @@ class ChatPingPong(Anchoring):
         return self
 
     def close(self) -> None:
-        """Shut down the engines that this model started. A later call starts them again."""
+        """Shut down the engines that this model and its copies started. A later call starts them again."""
         if self.pool is None:
-            self._lazy.close()
+            self._servings.close()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix on every engine, for a cold start."""
@@ -110,7 +106,7 @@ class ChatPingPong(Anchoring):
         return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
 
     def _serving(self) -> Serving:
-        return self._lazy.get(self._make_serving)
+        return self._lazy.get(self._make_serving).using(self.chat_template)
 
     @property
     def _pool_in_use(self) -> EnginePool | None:

@@ -30,7 +30,7 @@ from langgraph_pingpong.edges.tasks import RunningTask
 from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
-from langgraph_pingpong.prompts import render_turns
+from langgraph_pingpong.prompts import render_turns, template_with
 from langgraph_pingpong.streaming_edge import Upcoming
 from langgraph_pingpong.tokens import ChatTemplate, Message
 
@@ -236,7 +236,7 @@ def cache_salt(config: RunnableConfig) -> str | None:
 
 
 def _render(template: ChatTemplate, turns: Sequence[Message], shaping: Shaping) -> str:
-    return render_turns(template.using(shaping.chat_template), turns, shaping.tools, shaping.template_kwargs)
+    return render_turns(template_with(template, shaping.chat_template), turns, shaping.tools, shaping.template_kwargs)
 
 
 def planner_of(pool: EnginePool) -> Planner:

@@ -76,6 +76,12 @@ def _text_only(message: Message) -> Message:
 
 
 @functools.lru_cache(maxsize=64)
+def template_with(template: ChatTemplate, chat_template: str | None) -> ChatTemplate:
+    """The same tokenizer with another chat template, one object each time: what is known of one is kept by object."""
+    return template.using(chat_template)
+
+
+@functools.lru_cache(maxsize=64)
 def has_place_for_tools(template: ChatTemplate) -> bool:
     """Whether a chat template writes tools into the prompt."""
     tool = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}

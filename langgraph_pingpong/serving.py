@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from langgraph_pingpong.engines.vllm_engine import build_vllm_engines
 from langgraph_pingpong.errors import CannotEscape, SettingOfServers
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.pool import EnginePool
+from langgraph_pingpong.prompts import template_with
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class Serving:
     pool: EnginePool
     template: ChatTemplate
     context: int | None
+
+    def using(self, chat_template: str | None) -> Serving:
+        """The same engines with another chat template (Jinja); None is the model's own."""
+        template = template_with(self.template, chat_template)
+        return self if template is self.template else replace(self, template=template)
 
     def decoder(self, sampling: Mapping[str, Any]) -> Decode:
         """From the ids of an answer that is sampled like this to its text, as engines show it."""

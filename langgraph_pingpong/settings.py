@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from langchain_core.language_models import LangSmithParams
 from pydantic import ConfigDict, Field, SecretStr, model_validator
+from pydantic.fields import FieldInfo
 
 from langgraph_pingpong.calling import ConfigAwareChatModel
 from langgraph_pingpong.calls import OWN, SAMPLING
@@ -178,7 +179,7 @@ class Settings(ConfigAwareChatModel):
                 parse_devices(devices)
             if (base_urls := values.get("base_urls")) is not None:
                 parse_base_urls(base_urls)
-                _refuse_settings_of_servers(values)
+                _refuse_settings_of_servers(values, cls.model_fields)
             if values.get("pool") is not None and values.get("exact", "ids") != "ids":
                 raise NotExact("exact='bits' is up to the engines of the pool: make it with engine_pool(exact='bits').")
         return values
@@ -232,9 +233,11 @@ class Settings(ConfigAwareChatModel):
         return params
 
 
-def _refuse_settings_of_servers(values: dict[str, Any]) -> None:
+def _refuse_settings_of_servers(values: dict[str, Any], fields: Mapping[str, FieldInfo]) -> None:
+    """A setting of engines is refused, unless it is as it would be if it had not been given."""
     if values.get("exact") == "bits":
         raise SettingOfServers("exact='bits' is up to the servers: start them with `pingpong serve --exact bits`.")
     for name in ("devices", "pool", *ENGINE_SETTINGS):
-        if name not in ("exact", "kv_pool_ratio") and values.get(name) not in (None, {}):
+        default = fields[name].get_default(call_default_factory=True)
+        if name not in ("exact", "kv_pool_ratio") and values.get(name) not in (None, default):
             raise SettingOfServers(f"{name}= and base_urls= cannot go together.")

@@ -37,6 +37,7 @@ calls answers run_metadata identity
 calling
 after_tools
 settings
+variants
 anchoring
 chat_model
 observe
@@ -58,7 +59,7 @@ HOSTS = {
     "matplotlib": ("viz",),
     "plotly": ("viz",),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
-    "pydantic": ("settings", "tools", "edges.saved", "chat_model", "cli", "bench"),
+    "pydantic": ("settings", "variants", "tools", "edges.saved", "chat_model", "cli", "bench"),
     "typer": ("cli", "bench"),
     "opentelemetry": ("observe", "bench.overhead"),
     "prometheus_client": ("observe", "bench.overhead"),
