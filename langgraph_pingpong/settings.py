@@ -229,7 +229,8 @@ class Settings(ConfigAwareChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = self._llm_type
-        params["ls_model_name"] = self.model_name
+        if "model" not in kwargs:  # LangChain would show the model of a call
+            params["ls_model_name"] = self.model_name
         return params
 
 
