@@ -144,7 +144,10 @@ class Planner:
         record = book.begin(task, turns, shaping)
 
         async def plan() -> Sequence[Upcoming]:
-            state, given = state_of(task), input_of(task)  # here: the node may go on before the thread comes to it
+            try:  # here: the node may go on before the thread comes to it
+                state, given = state_of(task), input_of(task)
+            except KeyError:  # it left the answer early, and is over
+                return ()
 
             def look() -> list[Upcoming]:
                 note_sources(record, state, given)

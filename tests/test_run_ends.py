@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from langgraph.config import get_config
 from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, StateGraph
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.edges import langgraph_internals
-from langgraph_pingpong.planning import planner_of
+from langgraph_pingpong.edges.book import Shaping
+from langgraph_pingpong.planning import Planner, planner_of
 from tests.conftest import Lab, edges_on, leases_on, wait_until
 
 
@@ -154,6 +156,16 @@ def test_an_edge_out_of_a_subgraph_ends_with_the_run(lab: Lab) -> None:
     graph.invoke({"task": "stop now"})
     assert recorder.wait_for("edge.dropped", within_s=2).data["reason"] == "run ended"
     wait_until(lambda: is_over(model), 2, "end of the run")
+
+
+def test_nothing_is_planned_for_a_node_that_is_over(lab: Lab) -> None:
+    """It may leave an answer early, and go on while the plan of that answer begins."""
+    model = lab.model()
+    seen: list[Any] = []
+    within(lambda state: seen.append(langgraph_internals.running_task(get_config()))).invoke({"task": "number"})
+    template = model._serving().template
+    planned = Planner().begin(seen[0], [], template, Shaping(), lambda model, more: None)
+    assert not asyncio.run(planned.plan())
 
 
 def test_a_graph_around_that_cannot_be_found_ends_with_the_subgraph(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,11 @@ def node_of(task: RunningTask) -> Runnable[Any, Any] | None:
 
 
 def input_of(task: RunningTask) -> Any:
-    """The state or `Send` argument that the node was given."""
+    """The state or `Send` argument that the node was given.
+
+    Raises:
+        KeyError: its superstep is over.
+    """
     return task.loop.tasks[task.task_id].input
 
 
