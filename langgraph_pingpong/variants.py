@@ -48,6 +48,11 @@ class Servings:
         return type(self), ()
 
 
+def _known_by(tokenizer: Any) -> tuple[Any, ...]:
+    """What a tokenizer is known by: that of a deep copy of a model is another object, and the same tokenizer."""
+    return tuple(getattr(tokenizer, name, None) for name in ("name_or_path", "vocab_size", "chat_template"))
+
+
 class Variants(Settings):
     """A chat model whose copies use its engines, unless other engines are what they ask for."""
 
@@ -70,8 +75,9 @@ class Variants(Settings):
             names = ("base_urls", "api_key", *CLIENT_SETTINGS)
         else:
             names = ("devices", *ENGINE_SETTINGS)
-        values = {name: getattr(self, name) for name in ("model", "tokenizer", *names)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = {name: getattr(self, name) for name in ("model", *names)}
+        as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {**as_lists, "tokenizer": _known_by(self.tokenizer)}
 
     def configurable_fields(
         self, **kwargs: AnyConfigurableField

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
@@ -156,6 +157,13 @@ class TestCopies:
             other = model.model_copy(update=update)._serving().pool
             assert other is not model._serving().pool
             assert model.model_copy(update=update)._serving().pool is other
+
+    def test_of_any_depth_share_the_engines_of_a_given_tokenizer(self) -> None:
+        model = ChatPingPong(devices=["fake:0"], tokenizer=fake_tokenizer())
+        assert copy.deepcopy(model)._serving().pool is model._serving().pool
+        bare = fake_tokenizer()
+        bare.chat_template = OTHER
+        assert model.model_copy(update={"tokenizer": bare})._serving().pool is not model._serving().pool
 
     def test_close_no_pool_that_somebody_gave(self) -> None:
         model = ChatPingPong(devices=["fake:0"])
