@@ -26,19 +26,22 @@ class Servings:
 
     def of(self, settings: dict[str, Any]) -> LazyServing:
         """Those that these settings make, when they are used."""
-        with self._lock:  # few, and of values that cannot be hashed
-            for known, lazy in self._made:
-                if known == settings:
-                    return lazy
-            self._made.append((settings, lazy := LazyServing()))
-            return lazy
+        if (known := self._known(settings)) is not None:  # without the lock, which a fork may have left locked
+            return known
+        with self._lock:
+            if (known := self._known(settings)) is None:
+                self._made.append((settings, known := LazyServing()))
+            return known
+
+    def _known(self, settings: dict[str, Any]) -> LazyServing | None:
+        """They are few, and of values that cannot be hashed."""
+        return next((lazy for known, lazy in self._made if known == settings), None)
 
     def close(self) -> None:
         """Shut down those that were made here. A pool that somebody gave is theirs."""
-        with self._lock:
-            own = [lazy for settings, lazy in self._made if "pool" not in settings]
-        for lazy in own:
-            lazy.close()
+        for settings, lazy in list(self._made):
+            if "pool" not in settings:
+                lazy.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
