@@ -32,6 +32,7 @@
         ├── EngineStartFailed
         ├── EngineDead
         ├── ServerFailed
+        │   └── ServerBusy
         ├── ServerEnded
         └── CallTimedOut            (also TimeoutError)
 
@@ -237,6 +238,12 @@ class ServerFailed(EngineError):
     """A server could not be reached, refused the request, failed, or fell silent."""
 
     hint = "Check base_urls (they end in /v1), api_key, and whether the server runs; its log may say more."
+
+
+class ServerBusy(ServerFailed):
+    """A server did not answer in time, or asked to come later."""
+
+    hint = "See whether the server runs; if it is busy, raise timeout=, send less at once, or add servers to base_urls."
 
 
 class ServerEnded(EngineError):

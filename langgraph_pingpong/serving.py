@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, fields
 from functools import partial
@@ -83,10 +84,13 @@ class LazyServing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._value: Serving | None = None
 
     def get(self, make: Callable[[], Serving]) -> Serving:
-        """What was made, or what `make` makes now; made again once its engines are closed."""
+        """What was made, or what `make` makes now; made again once its engines are closed, and in a forked process."""
+        if os.getpid() != self._process:  # a thread that does not exist here may hold the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
             if self._value is None or self._value.pool.closed:
                 self._value = make()

@@ -9,7 +9,7 @@ import ipaddress
 import json
 import ssl
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from langgraph_pingpong.errors import (
     ConfigError,
     EngineDead,
     PingPongError,
+    ServerBusy,
     ServerFailed,
     SettingOfServers,
     UnknownSetting,
@@ -154,7 +155,7 @@ class TestStart:
             with pytest.raises(ServerFailed, match=match) as error:
                 await engine.start()
         assert engine.device in str(error.value)
-        assert str(error.value).endswith("\n" + ServerFailed.hint)
+        assert str(error.value).endswith("\n" + type(error.value).hint)
         with pytest.raises(EngineDead):
             await deltas(engine, request())
 
@@ -339,6 +340,13 @@ DURING: dict[str, tuple[Fault, type[PingPongError], str]] = {
         r"status 500: engine died",
     ),
     "nonsense within": (writes("data: <html>\n\n"), ServerFailed, r"could not be read: \w+"),
+    "given up": (
+        writes(
+            'data: {"id": "1", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n'
+        ),
+        ServerFailed,
+        r"gave the request up",
+    ),
     "too short": (writes("data: [DONE]\n\n"), ServerFailed, r"ended its answer before it was complete"),
     "too short, no end": (writes(""), ServerFailed, r"ended its answer before it was complete"),
 }
@@ -533,6 +541,49 @@ def test_a_server_that_fails_prefills_costs_the_edge_only(two_stubs: list[StubSe
         result = lab.chain(model).invoke({"task": "Say it."})
     assert len(result["critic"]) == 40
     assert "no prefill today" in record.certificate("critic")["fallback"]
+
+
+class TestBusyServers:
+    """What has a low priority waits for all others' answers, and so does a probe that has one."""
+
+    @staticmethod
+    def waits(fault: Fault) -> Fault:
+        async def with_priority(request: web.Request, begun: web.StreamResponse | None) -> web.StreamResponse | None:
+            return await fault(request, begun) if (await request.json()).get("priority") else None
+
+        return with_priority
+
+    async def test_can_be_started_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 0.3)
+        async with started(stub("ab", fault=self.waits(stalls()))) as engine:
+            assert engine._known.takes_priority
+            assert [delta.text for delta in await deltas(engine, request())] == ["a", "b"]
+
+    async def test_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with started(server := stub("ab")) as engine:
+            monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 0.3)
+            server.fault = self.waits(stalls())
+            await engine.restart()
+            assert [body.get("priority") for body in server.bodies] == [None]
+            assert engine._known.takes_priority
+
+    @pytest.mark.parametrize(("fault", "why"), [(stalls(), "did not answer in time"), (answers(429), "status 429")])
+    def test_are_not_out_of_use_for_a_prefill(self, two_stubs: list[StubServer], fault: Fault, why: str) -> None:
+        with model_on(two_stubs, timeout=0.6).start() as model:
+            pool = model._serving().pool
+            two_stubs[1].fault = self.waits(fault)
+            with pytest.raises(ServerBusy, match=why):
+                pool.loop.run(pool.lease(1).prefill(request()))
+            assert pool.health.is_up(1)
+            two_stubs[1].fault = fault
+            with pytest.raises(ServerBusy, match=why):
+                pool.loop.run(first_of(pool.lease(1).generate(request())))
+            assert not pool.health.is_up(1)
+
+
+async def first_of(deltas: AsyncGenerator[Delta]) -> Delta:
+    async with contextlib.aclosing(deltas):
+        return await anext(deltas)
 
 
 def test_a_call_is_bounded_by_its_timeout(two_stubs: list[StubServer]) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
-from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.engines.vllm_appends import (
     ONE_IN,
@@ -24,6 +24,7 @@ from langgraph_pingpong.engines.vllm_appends import (
     token_prompt,
 )
 from langgraph_pingpong.engines.vllm_kv import VllmKv
+from langgraph_pingpong.engines.vllm_outputs import check_not_aborted, to_delta
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
     engine_args,
@@ -40,7 +41,7 @@ from langgraph_pingpong.same_device import piece_beside_decodes
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
@@ -224,7 +225,8 @@ class VllmEngine:
 
         Raises:
             CallRefused: vLLM cannot do what the request asks for.
-            EngineDead: the engine's process ended.
+            EngineDead: the engine's process ended, or gave the request up.
+            EngineError: vLLM met an error of its own in this request.
         """
         first, likeliest = True, request.sampling.get("logprobs") or 0
         prompt, said = len(request.prompt_token_ids), 0
@@ -238,7 +240,7 @@ class VllmEngine:
                     for answer in output.outputs:
                         said += len(answer.token_ids)
                         reach(said)
-                        delta = _to_delta(output, answer, first, likeliest)
+                        delta = to_delta(output, answer, first, likeliest, self.device)
                         yield text.told(delta) if text else delta
                         first = False
 
@@ -324,6 +326,7 @@ class VllmEngine:
             stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
             async with aclosing(stream) as outputs:
                 async for output in outputs:
+                    check_not_aborted(output, self.device)
                     yield output
 
     @contextmanager
@@ -351,29 +354,6 @@ class VllmEngine:
         if constraint := sampling.get("structured_outputs"):
             sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
         return SamplingParams(**sampling)
-
-
-def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, likeliest: int) -> Delta:
-    return Delta(
-        answer.text,
-        tuple(answer.token_ids),
-        answer.finish_reason,
-        answer.stop_reason,
-        tuple(output.prompt_token_ids or ()) if first else None,
-        output.num_cached_tokens or 0 if first else None,
-        answer.index,
-        tuple(_to_logprobs(answer, likeliest)),
-    )
-
-
-def _to_logprobs(answer: CompletionOutput, likeliest: int) -> Iterator[TokenLogprob]:
-    """For each token vLLM has one table of the sampled token and the likeliest ones; ranks start at 1."""
-    for token_id, table in zip(answer.token_ids, answer.logprobs or (), strict=False):
-        if table is None:
-            continue
-        ranked = sorted(table.values(), key=lambda each: each.rank or 0)[:likeliest]
-        top = tuple((each.decoded_token or "", each.logprob) for each in ranked)
-        yield TokenLogprob(table[token_id].decoded_token or "", table[token_id].logprob, top)
 
 
 def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:
