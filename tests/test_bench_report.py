@@ -75,6 +75,33 @@ def test_the_baseline_can_be_chosen(folder: Path) -> None:
     assert "Baseline: pingpong." in to_markdown(report(results, "x", "pingpong"))
 
 
+def test_a_baseline_that_did_not_run_is_refused(folder: Path) -> None:
+    done = run("report", str(folder / "chain.jsonl"), "--baseline", "nope")
+    assert (done.exit_code, "No run is of the mode 'nope'" in done.stderr) == (2, True)
+
+
+def test_files_of_one_name_are_all_told_and_never_written_over_each_other(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "chain.jsonl"
+    other.write_text((folder / "chain.jsonl").read_text().replace('"title": ""', '"title": "The other one"', 1))
+    files = [str(folder / "chain.jsonl"), str(other)]
+    done = run("report", *files)
+    assert (done.exit_code, "The other one" in done.output, "long-prefill" in done.output) == (0, True, True)
+    assert done.output.count("Baseline: serial.") == 2
+    done = run("report", *files, "--out", str(tmp_path / "out"))
+    assert (done.exit_code, "have one name" in done.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_where_nothing_can_be_written_is_told(folder: Path, tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path if option == "--html" else tmp_path / "file"
+    first = (folder / "chain.jsonl").read_text().splitlines(keepends=True)[0]
+    (tmp_path / "x.jsonl").write_text(first)
+    done = run("report", str(tmp_path / "x.jsonl"), option, str(place))
+    assert (done.exit_code, f"{option} {place} cannot be written" in done.stderr) == (2, True)
+
+
 def test_figures_are_drawn_and_the_page_holds_them(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [str(folder / "chain.jsonl"), str(folder / "grid.jsonl")]
@@ -101,6 +128,8 @@ def test_what_is_no_file_of_results_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
     done = run("report", str(tmp_path / "x.jsonl"))
     assert (done.exit_code, "tells no setup" in done.stderr) == (2, True)
+    done = run("report", "docs/results/demo-cpu.jsonl")
+    assert (done.exit_code, "of another benchmark" in done.stderr) == (2, True)
     with pytest.raises(OtherResults):
         Results.read(tmp_path)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from langgraph_pingpong.bench.lines import Line, Results
+from langgraph_pingpong.errors import ConfigError
 
 Case = tuple[tuple[str, int], ...]
 
@@ -42,7 +43,11 @@ class Compared:
 
 
 def compare(results: Results, baseline: str | None = None) -> list[Compared]:
-    """The counted runs of a file, case by case."""
+    """The counted runs of a file, case by case.
+
+    Raises:
+        ConfigError: none of them is of the mode that was asked for as the baseline.
+    """
     runs = defaultdict(list)
     for run in results.counted:
         runs[tuple(run["case"].items()), run["mode"], run["chains"]].append(run)
@@ -50,7 +55,10 @@ def compare(results: Results, baseline: str | None = None) -> list[Compared]:
         Group(mode, case, chains, sorted(of_group, key=lambda run: int(run["run"])))
         for (case, mode, chains), of_group in runs.items()
     ]
-    mode = baseline or default_baseline(results, {group.mode for group in groups})
+    modes = sorted({group.mode for group in groups})
+    if baseline and modes and baseline not in modes:
+        raise ConfigError(f"No run is of the mode {baseline!r}, which was to be the baseline: take {', '.join(modes)}.")
+    mode = baseline or default_baseline(results, set(modes))
     order = {name: place for place, name in enumerate(dict.fromkeys(run["mode"] for run in results.runs))}
     groups.sort(key=lambda group: (order[group.mode], group.chains))
     cases = dict.fromkeys(group.case for group in sorted(groups, key=lambda group: group.case))

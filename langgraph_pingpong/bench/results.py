@@ -48,7 +48,7 @@ def committed(folder: Path) -> dict[Path, Results]:
             results = Results.read(path)
         except OtherResults:  # of another benchmark
             continue
-        if "profile" in results.setup and results.counted:
+        if results.counted:
             found[path] = results
     return found
 
