@@ -468,6 +468,7 @@ def test_the_command_shows_mermaid_and_starts_nothing(monkeypatch: pytest.Monkey
     ("arguments", "message"),
     [
         (("graphs.nothing",), "no module 'graphs.nothing'"),
+        (("graphs.router", "--set", "brief_tokens=5"), "A brief needs at least 50 tokens"),
         (("graphs.router", "--out", "x.gif"), "has to end in .svg, .png, .mmd"),
         (("graphs.router", "--trace", "none.jsonl"), "none.jsonl cannot be read"),
         (("graphs.router", "--out", "/dev/null/x.svg"), "cannot be written"),

@@ -28,7 +28,7 @@ def doctor(  # noqa: PLR0913 - a parameter for each option
     devices: Annotated[str | None, typer.Option(help="Like 0,1 or cuda:0,cuda:1.")] = None,
     model: Annotated[str | None, typer.Option(help="A folder or Hugging Face id; without it a small one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's memory for an engine.")] = 0.85,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="More of vLLM's engine arguments.")] = "{}",
     calibrate: Annotated[bool, typer.Option(help="Start engines and measure them; without it no advice.")] = True,
