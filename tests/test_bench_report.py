@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from langgraph_pingpong.bench.document import Heading, Picture, Table, Text, to_html, to_markdown
 from langgraph_pingpong.bench.lines import Results
+from langgraph_pingpong.bench.metrics import Figures
 from langgraph_pingpong.bench.report import report
 from langgraph_pingpong.bench.results import BEGIN, END, committed, main, section, title_of, with_section
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import OtherResults
+from langgraph_pingpong.viz import figures
 
 PNG = b"\x89PNG"
 
@@ -120,6 +122,21 @@ def test_figures_are_drawn_and_the_page_holds_them(folder: Path, tmp_path: Path)
     page = (tmp_path / "page.html").read_text()
     assert page.count("data:image/png;base64,") == len(pictures)
     assert "<script" not in page
+
+
+def test_every_run_is_seen_in_its_figure() -> None:
+    pytest.importorskip("matplotlib")
+    by_mode = {"serial": Figures.of([90.0, 100.0, 80.0]), "pingpong": Figures.of([70.0, 75.0, 60.0])}
+    (axes,) = figures.e2e_runs(by_mode).axes
+    assert axes.get_ylim() == (0, pytest.approx(110)), "the slowest run is not on the edge"
+    assert list(axes.get_xticks()) == [0, 1, 2]
+    assert len({line.get_marker() for line in axes.get_lines()}) == 2
+    bars = figures.ttft_bars({mode: {"A": each} for mode, each in by_mode.items()})
+    for each in (axes, *bars.axes):
+        each.figure.draw_without_rendering()
+        legend = each.get_legend()
+        assert legend is not None
+        assert legend.get_window_extent().x0 >= each.get_window_extent().x1 - 1
 
 
 def test_what_is_no_file_of_results_is_told(tmp_path: Path) -> None:

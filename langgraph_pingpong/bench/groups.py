@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from langgraph_pingpong.bench import metrics
 from langgraph_pingpong.bench.lines import Line, Results
+from langgraph_pingpong.bench.modes import MODES
 from langgraph_pingpong.errors import ConfigError
 
 Case = tuple[tuple[str, int], ...]
@@ -25,6 +27,13 @@ class Group:
     def name(self) -> str:
         """The mode, and how many chains at once if that is more than one."""
         return f"{self.mode} x{self.chains}" if self.chains > 1 else self.mode
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether it may prefill ahead: others hide nothing. Of a mode that is not known any more: whether it did."""
+        if self.mode in MODES:
+            return MODES[self.mode].overlaps
+        return any(agent["static"] or agent["streamed"] for run in self.runs for agent in run["agents"])
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,11 @@ def compare(results: Results, baseline: str | None = None) -> list[Compared]:
     groups.sort(key=lambda group: (order[group.mode], group.chains))
     cases = dict.fromkeys(group.case for group in sorted(groups, key=lambda group: group.case))
     return [Compared(case, [group for group in groups if group.case == case], mode) for case in cases]
+
+
+def hidden_share(group: Group, base: Group) -> float | None:
+    """What edges hid of what there was to hide; None where there are none, or where it is not defined."""
+    return metrics.hidden_share(group.runs, base.runs) if group.has_edges else None
 
 
 def default_baseline(results: Results, modes: set[str]) -> str:
