@@ -223,6 +223,16 @@ def test_an_agent_reads_its_tools_from_the_first_run_on(model: ChatPingPong) -> 
     assert [each for each in picture_of(graph).edges if each.prompt_source] == []
 
 
+def test_a_node_whose_tools_have_several_nodes_has_one_loop(model: ChatPingPong) -> None:
+    builder = StateGraph(MessagesState).add_node(
+        "asker", agent_node(model, prompt=lambda s: s["messages"], writes="messages")
+    )
+    for name in ("tides", "winds"):
+        builder.add_node(name, ToolNode([tide])).add_edge(name, "asker")
+    builder.add_conditional_edges("asker", lambda state: "tides", ["tides", "winds"]).add_edge(START, "asker")
+    assert source(builder.compile(), "asker", "asker") == "tools"
+
+
 def finish(run: str, node: str, upstream: str | None, tokens: int, ttft_ms: float, device: str = "fake:0") -> Event:
     certificate = {"node": node, "upstream": upstream, "source": upstream and "declared", "static": tokens}
     certificate |= {"streamed": 0, "ttft_ms": ttft_ms, "device": device}

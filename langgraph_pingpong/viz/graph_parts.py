@@ -177,13 +177,12 @@ def _with_source(edge: Edge, places: Mapping[str, Place]) -> Edge:
     return replace(edge, prompt_source=told(before, after, edge.conditional, _is_ours))
 
 
-def _over_tools(edges: Sequence[Edge], places: Mapping[str, Place]) -> Iterator[Edge]:
-    """From a call that calls tools to the one that reads their results."""
+def _over_tools(edges: Sequence[Edge], places: Mapping[str, Place]) -> list[Edge]:
+    """From a call that calls tools to the one that reads their results: one a node, whatever nodes its tools have."""
     pairs = {(edge.source, edge.target) for edge in edges}
-    for name, behind in sorted(pairs):
-        both = (behind, name) in pairs and name in places and behind in places
-        if both and reads_tools(places[name], places[behind], _is_ours):
-            yield Edge(name, name, prompt_source="tools", between_calls=True)
+    back = sorted(pair for pair in pairs if pair[::-1] in pairs and pair[0] in places and pair[1] in places)
+    asked = dict.fromkeys(name for name, behind in back if reads_tools(places[name], places[behind], _is_ours))
+    return [Edge(name, name, prompt_source="tools", between_calls=True) for name in asked]
 
 
 def _with_learned(picture: Picture, places: Mapping[str, Place]) -> Picture:
