@@ -179,7 +179,7 @@ class AnchorTooLarge(ConfigError):
 class OtherResults(ConfigError):
     """A file of results holds other measurements than those that are to be added, or none."""
 
-    hint = "Write to another file, or go on with the settings that the file's first line tells."
+    hint = "Give a file that `pingpong bench` wrote; to add to one, keep the settings that its first line tells."
 
 
 class NotATrace(ConfigError):

@@ -16,7 +16,7 @@ import typer
 from langgraph_pingpong.bench import metrics
 from langgraph_pingpong.bench.common import table
 from langgraph_pingpong.bench.document import Block, save_pictures, to_markdown
-from langgraph_pingpong.bench.groups import Compared, Group, compare, named, varying
+from langgraph_pingpong.bench.groups import Compared, Group, compare, hidden_share, named, varying
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.report import MANY_CASES, report
 from langgraph_pingpong.errors import OtherResults
@@ -48,7 +48,7 @@ def committed(folder: Path) -> dict[Path, Results]:
             results = Results.read(path)
         except OtherResults:  # of another benchmark
             continue
-        if "profile" in results.setup and results.counted:
+        if results.counted:
             found[path] = results
     return found
 
@@ -102,7 +102,7 @@ def _cells(group: Group, base: Group | None) -> list[str]:
     measured = [first, "-" if steps is None else f"{steps:.1f}"]
     if base is None or base is group:
         return [*known, "baseline" if base is group else "-", "-", *measured, "-", "-"]
-    share, equal = metrics.hidden_share(group.runs, base.runs), metrics.equal(group.runs, base.runs)
+    share, equal = hidden_share(group, base), metrics.equal(group.runs, base.runs)
     against = [f"{metrics.speedup(group.runs, base.runs):+.1%}", "-" if share is None else f"{share:.2f}"]
     return [*known, *against, *measured, f"{equal.ids} of {equal.runs}", f"{equal.texts} of {equal.runs}"]
 
