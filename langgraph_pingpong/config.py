@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from langgraph_pingpong.environment import own_value
 from langgraph_pingpong.errors import BadKvCache, BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
 from langgraph_pingpong.exact import Exact, check_exact, exact_args
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
@@ -168,7 +169,7 @@ def usable_cores() -> list[int]:
 
 def _count_gpus() -> int:
     """Ask the driver's own tool: importing torch for this would take seconds and may touch CUDA."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if (visible := own_value("CUDA_VISIBLE_DEVICES")) is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
@@ -219,7 +220,7 @@ def gpus_of(device: Device, width: int) -> list[str]:
     Each engine's process is shown its own GPUs only. What vLLM compiles for the first engine names GPU 0 and is
     loaded again for the second, where it must name the second's.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = own_value("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(i) for i in range(count_devices("cuda"))]
     return names[device.index : device.index + width]
 

@@ -27,9 +27,8 @@ from langgraph_pingpong.engines.vllm_kv import VllmKv
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
     engine_args,
-    engine_environment,
-    environment_with,
     interrupts_held,
+    set_up_for,
 )
 from langgraph_pingpong.engines.vllm_text import AnswerText, can_make_text, is_made_here
 from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
@@ -157,7 +156,7 @@ class VllmEngine:
             raise
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, environment_with(engine_environment(self._config, self._device)), interrupts_held():
+        with _BUILDING, set_up_for(self._config, self._device), interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -16,6 +16,7 @@ import psutil
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of
 from langgraph_pingpong.engines.orphans import PARENT
 from langgraph_pingpong.engines.vllm_kv import SIDE_PORT, kv_environment
+from langgraph_pingpong.environment import environment_with
 from langgraph_pingpong.errors import EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
 
 GIB = 1 << 30
@@ -40,6 +41,9 @@ _HOPPER = 9
 
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OF_ONE_ENGINE = (_OWN_CORES, _VISIBLE, SIDE_PORT, PARENT)
+"""Variables that have another value for each engine, whatever the user has set."""
+
 _CPU_KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_KV_CACHE_GIB = "2"
 
@@ -124,6 +128,11 @@ def weight_bytes(config: EngineConfig) -> int:
     return stored * 2 if config.dtype == "float32" else stored
 
 
+def set_up_for(config: EngineConfig, device: Device) -> AbstractContextManager[None]:
+    """Build the engine on a device within this."""
+    return environment_with(engine_environment(config, device), _OF_ONE_ENGINE)
+
+
 def quiet_vllm() -> AbstractContextManager[None]:
     """Import vLLM within this: it reads settings from the environment, such as what to log."""
     return environment_with(_ENVIRONMENT)
@@ -146,20 +155,3 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def environment_with(values: dict[str, str]) -> Iterator[None]:
-    """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
-    before = {name: os.environ.get(name) for name in values}
-    for name, value in values.items():
-        if name in (_OWN_CORES, _VISIBLE, SIDE_PORT, PARENT) or name not in os.environ:
-            os.environ[name] = value
-    try:
-        yield
-    finally:
-        for name, earlier in before.items():
-            if earlier is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = earlier
