@@ -326,24 +326,6 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
             raise UnknownSetting(f"{what} has no setting {name!r}.{hint}")
 
 
-def context_limit(config: EngineConfig) -> int | None:
-    """The longest prompt plus answer in tokens, as far as settings and the model's config tell before it runs.
-
-    Raises:
-        ModelNotFound: the model's config could not be read.
-    """
-    if (given := config.vllm_args.get("max_model_len")) is not None:
-        return given if isinstance(given, int) and given > 0 else None  # vLLM has words for "what fits", too
-    from transformers import AutoConfig
-
-    try:
-        text_config = AutoConfig.from_pretrained(config.model).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"The config of {config.model!r} could not be read: {error}") from error
-    limit = getattr(text_config, "max_position_embeddings", None)
-    return int(limit) if limit else None
-
-
 def resolve_model(model: str | None) -> str:
     """The folder or Hugging Face id to load; None is the default model, made ready on first use.
 

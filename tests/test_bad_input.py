@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, config
-from langgraph_pingpong.config import EngineConfig, check_devices, context_limit, cores_for, gpus_of, parse_devices
+from langgraph_pingpong.config import EngineConfig, check_devices, cores_for, gpus_of, parse_devices
 from langgraph_pingpong.engines import vllm_engine, vllm_setup
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.main_guard import check_main_guard
@@ -41,6 +41,7 @@ from langgraph_pingpong.errors import (
     TemplateRefused,
     UnknownSetting,
 )
+from langgraph_pingpong.model_files import context_limit
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -292,6 +293,14 @@ class TestLongPrompts:
         model = lab.model([engine])
         refused(PromptTooLong, "holds 64", lambda: model.invoke("Long " * 40))
         assert (engine.starts, engine.requests) == (1, [])
+
+    def test_are_those_the_engine_refuses_once_it_runs(self, lab: Lab) -> None:
+        engine = lab.engine(kind=Settling, max_model_len=32)
+        model = lab.model([engine])
+        refused(PromptTooLong, "holds 32", lambda: model.invoke("Long " * 5))
+        model.start()
+        assert model.invoke("Long " * 5).text
+        refused(PromptTooLong, "holds 64", lambda: model.invoke("Long " * 40))
 
     def test_of_a_later_node_fail_there_and_nowhere_else(self, lab: Lab) -> None:
         answer = "Long " * 12

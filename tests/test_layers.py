@@ -19,7 +19,7 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 LAYERS = """
 errors certificate
 trace segments signals environment engines.base exact same_device kv_budget going_first
-growing config default_model loop engines.main_guard engines.orphans engines.prompt_scheduler speculation
+growing config model_files default_model loop engines.main_guard engines.orphans engines.prompt_scheduler speculation
 tokens placement
 health growing_prompt evictions kv_handles kv_planner
 anchors kv_transfer
@@ -54,7 +54,7 @@ HOSTS = {
     ),
     "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),
-    "transformers": ("tokens", "config", "default_model", "engines.fake_engine", "bench.doctor"),
+    "transformers": ("tokens", "model_files", "default_model", "engines.fake_engine", "bench.doctor"),
     "matplotlib": ("viz",),
     "plotly": ("viz",),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
@@ -71,6 +71,7 @@ BELOW_THE_HOSTS = (
     "segments",
     "growing",
     "config",
+    "model_files",
     "tokens",
     "loop",
     "pool",

@@ -34,6 +34,7 @@ from langgraph_pingpong.engines.vllm_text import AnswerText, can_make_text, is_m
 from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 from langgraph_pingpong.kv_budget import KvBudget
+from langgraph_pingpong.model_files import tokenizer_args
 from langgraph_pingpong.same_device import piece_beside_decodes
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class VllmEngine:
     def model(self) -> str:
         """The folder or Hugging Face id of the model."""
         return self._config.model
+
+    @property
+    def tokenizer_args(self) -> dict[str, Any]:
+        """How to load the tokenizer that the engine has, by `load_tokenizer`."""
+        return tokenizer_args(self._config.model, self._config.engine_args)
 
     @property
     def block_size(self) -> int:
