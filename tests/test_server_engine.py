@@ -185,6 +185,25 @@ class TestStart:
         async with started(stub(model="org/large"), model=here) as engine:
             assert await engine.prefill(request()) == 0
 
+    @pytest.mark.parametrize(
+        ("more", "length"),
+        [
+            ([{"id": "stub", "root": "stub", "max_model_len": 512}], 512),
+            ([{"id": "small", "max_model_len": 512}, {"id": "stub", "root": "/adapter", "parent": "small"}], 512),
+            ([{"id": "small", "max_model_len": 131072}, {"id": "stub", "root": "/adapter"}], 131072),
+        ],
+    )
+    async def test_among_several_models_the_length_is_its_own(self, more: list[dict[str, Any]], length: int) -> None:
+        big = {"id": "big", "root": "big", "max_model_len": 131072}
+        async with started(stub(cards=[big, *more])) as engine:
+            assert engine.max_model_len == length
+
+    async def test_a_length_that_only_other_models_tell_is_not_taken(self) -> None:
+        cards = [{"id": "big", "max_model_len": 131072}, {"id": "small", "max_model_len": 512}, {"id": "stub"}]
+        async with stub(cards=cards).serving() as url:
+            with pytest.raises(ServerFailed, match="does not tell the max_model_len of stub"):
+                await engine_for(url).start()
+
     async def test_servers_of_different_context_lengths(self) -> None:
         first, second = stub(), stub()
         second.engine.max_model_len = 512
