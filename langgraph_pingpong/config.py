@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from langgraph_pingpong.environment import own_value
 from langgraph_pingpong.errors import BadKvCache, BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
 from langgraph_pingpong.exact import Exact, check_exact, exact_args
+from langgraph_pingpong.keys import check_key
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.same_device import Riding, engine_can_pace, riding
 
@@ -140,6 +141,9 @@ class ServerConfig:
     `model` is what they serve, `timeout` (s) bounds a silence within a request, `max_retries` is the OpenAI client's
     own setting. `http_client` makes the HTTP client for one server. Anchors may take `kv_pool_ratio` of a server's KV
     cache.
+
+    Raises:
+        BadKey: the key cannot be sent.
     """
 
     model: str
@@ -149,6 +153,9 @@ class ServerConfig:
     max_retries: int | None = None
     http_client: Callable[[], Any] | None = None
     kv_pool_ratio: float = KV_POOL_RATIO
+
+    def __post_init__(self) -> None:
+        check_key(self.api_key)
 
 
 def count_devices(kind: str) -> int:

@@ -4,6 +4,7 @@
     ├── ConfigError                 wrong input, found before any engine starts where that is possible
     │   ├── DeviceError
     │   ├── BaseUrlError
+    │   ├── BadKey
     │   ├── SettingOfServers
     │   ├── WrongServer
     │   ├── NotExact
@@ -68,6 +69,14 @@ class BaseUrlError(ConfigError):
     """The address of a server is malformed, or named twice."""
 
     hint = "Name each server once, like base_urls=['http://host:8000/v1', 'http://host:8001/v1']."
+
+
+class BadKey(ConfigError):
+    """The key of a server cannot be sent as it is."""
+
+    hint = (
+        "Give api_key= as one line of ASCII text; of one that was read from a file, key.strip() drops the line break."
+    )
 
 
 class SettingOfServers(ConfigError):

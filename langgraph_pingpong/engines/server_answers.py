@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from openai.types import Completion, CompletionChoice, Model
     from openai.types.completion_choice import Logprobs
 
-MAX_CAUSE = 400
-"""Characters of what a server says of an error that are shown."""
-
 
 def status(error: Any) -> int | None:
     """Of the response, or that of an error within a stream, which began well."""
@@ -29,7 +26,7 @@ def words(error: Any) -> str:
     """What the server says of an error, without the rest of what it sent."""
     body = error.body
     words = body.get("message") if isinstance(body, dict) else body
-    return str(words or error.message)[:MAX_CAUSE]
+    return str(words or error.message)
 
 
 def served_as(model: str, cards: Sequence[Model], device: str) -> tuple[str, int]:
