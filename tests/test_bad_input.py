@@ -204,6 +204,12 @@ class TestVllm:
         wide = ChatPingPong(model=str(model_folder), devices=["cpu:0", "cpu:1"], dtype="float32")
         refused(NotEnoughMemory, r"2 engines need 14\.0 GiB together", wide.start)
 
+    @pytest.mark.parametrize("size", ["abc", "", "1.5", "4GiB", "-1", "nan"])
+    def test_with_a_kv_cache_of_no_size(self, monkeypatch: pytest.MonkeyPatch, model_folder: Path, size: str) -> None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", size)
+        with pytest.raises(ConfigError, match=f"VLLM_CPU_KVCACHE_SPACE is a whole number of GiB.* not '{size}'"):
+            ChatPingPong(model=str(model_folder), **REAL).start()
+
     @staticmethod
     def free_gib(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
         memory = SimpleNamespace(available=int(gib * (1 << 30)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -17,7 +18,7 @@ from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores
 from langgraph_pingpong.engines.orphans import PARENT
 from langgraph_pingpong.engines.vllm_kv import SIDE_PORT, kv_environment
 from langgraph_pingpong.environment import environment_with
-from langgraph_pingpong.errors import EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
+from langgraph_pingpong.errors import ConfigError, EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
 
 GIB = 1 << 30
 
@@ -56,6 +57,7 @@ def check_machine(config: EngineConfig) -> None:
         NixlNotInstalled: KV shall be transferred, and NIXL is not installed.
         DeviceError: a device does not exist on this machine.
         NotEnoughMemory: the engines would not fit into memory together.
+        ConfigError: a variable of the environment cannot be read.
     """
     if importlib.util.find_spec("vllm") is None:
         raise EngineNotInstalled("vLLM is not installed.")
@@ -111,15 +113,24 @@ def check_cpu_memory(config: EngineConfig) -> None:
 
     Raises:
         NotEnoughMemory: it is more.
+        ConfigError: how large the KV cache is cannot be read.
     """
     weights = weight_bytes(config)
-    cache = float(os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)) * GIB
+    cache = _cpu_kv_cache_gib() * GIB
     needed, free = (weights + cache) * len(config.devices), psutil.virtual_memory().available
     if needed > free:
         raise NotEnoughMemory(
             f"{len(config.devices)} engines need {needed / GIB:.1f} GiB together (weights {weights / GIB:.1f} and KV "
             f"cache {cache / GIB:.1f} GiB each, the latter set by {_CPU_KV_CACHE}); {free / GIB:.1f} GiB are free."
         )
+
+
+def _cpu_kv_cache_gib() -> int:
+    given = os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)
+    with contextlib.suppress(ValueError):
+        if (gib := int(given)) >= 0:  # as vLLM reads it
+            return gib
+    raise ConfigError(f"The variable {_CPU_KV_CACHE} is a whole number of GiB, like 4, and not {given!r}.")
 
 
 def weight_bytes(config: EngineConfig) -> int:
