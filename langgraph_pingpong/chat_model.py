@@ -220,7 +220,7 @@ class ChatPingPong(Anchoring):
 
     def _should_stream(self, *, async_api: bool, run_manager: Any = None, **kwargs: Any) -> bool:
         """With several answers to a prompt, `invoke` does not stream even where somebody listens to chunks."""
-        if (kwargs.get("n") or self.n or 1) > 1 and not kwargs.get("stream"):
+        if (kwargs.get("n") or self.n or 1) != 1 and not kwargs.get("stream"):
             return False
         return super()._should_stream(async_api=async_api, run_manager=run_manager, **kwargs)
 

@@ -32,6 +32,7 @@
     └── EngineError
         ├── EngineStartFailed
         ├── EngineDead
+        ├── EngineBusy
         ├── ServerFailed
         ├── ServerEnded
         └── CallTimedOut            (also TimeoutError)
@@ -240,6 +241,12 @@ class EngineDead(EngineError):
     """The engine's process ended while it was needed."""
 
     hint = "If it was closed, create a new model or pool; if it died, it is started again, and its log says why."
+
+
+class EngineBusy(EngineError):
+    """An engine has as many requests waiting as it may have."""
+
+    hint = "Ask for less at once, or raise max_num_queued_reqs or max_num_queued_tokens in engine_args={...}."
 
 
 class ServerFailed(EngineError):

@@ -29,6 +29,7 @@ from langgraph_pingpong.engines import vllm_engine, vllm_setup
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.errors import (
+    CallRefused,
     ConfigError,
     DeviceError,
     EngineNotInstalled,
@@ -257,6 +258,30 @@ class TestSettings:
         refused(UnknownSetting, name, lambda: asyncio.run(bound.ainvoke("Hello.")))
         refused(UnknownSetting, name, lambda: list(bound.stream("Hello.")))
         assert [engine.starts for engine in lab.engines] == [0, 0]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"logit_bias": {"tide": 1}},
+            {"logit_bias": {5: "much"}},
+            {"logit_bias": [5]},
+            {"max_tokens": "5"},
+            {"max_tokens": 2.5},
+            {"n": "2"},
+            {"logprobs": True, "top_logprobs": "many"},
+        ],
+    )
+    def test_of_a_call_of_the_wrong_type_name_the_setting(self, lab: Lab, wrong: dict[str, Any]) -> None:
+        bound = lab.model().bind(**wrong)
+        name = list(wrong)[-1]
+        refused(CallRefused, f"{name}=.* cannot be: ", lambda: bound.invoke("Hello."))
+        refused(CallRefused, f"{name}=.* cannot be: ", lambda: asyncio.run(bound.ainvoke("Hello.")))
+        refused(CallRefused, f"{name}=.* cannot be: ", lambda: list(bound.stream("Hello.")))
+
+    @pytest.mark.parametrize("bias", [{"5": 1000, "6": -1000, "7": 3}, {5: 100.0, 6: -100, 7: 3}])
+    def test_of_biases_are_what_vllms_server_makes_of_them(self, lab: Lab, bias: dict[Any, float]) -> None:
+        lab.model().bind(logit_bias=bias).invoke("Hello.")
+        assert lab.engines[0].requests[0].sampling["logit_bias"] == {5: 100.0, 6: -100.0, 7: 3.0}
 
     def test_of_a_call_reach_the_engine(self, lab: Lab) -> None:
         model = lab.model(temperature=0.5, seed=1)

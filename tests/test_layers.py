@@ -27,7 +27,7 @@ pool
 failover
 streaming_edge edges
 engines.fake_kv engines.vllm_kv
-engines.fake_engine engines.vllm_appends engines.vllm_setup engines.vllm_text engines.server_answers
+engines.fake_engine engines.vllm_appends engines.vllm_calls engines.vllm_setup engines.vllm_text engines.server_answers
 outgoing
 tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
@@ -50,7 +50,7 @@ HOSTS = {
     "langchain": ("bench.tool_loops",),
     "vllm": (
         *("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_kv", "engines.vllm_parsers"),
-        *("engines.prompt_scheduler", "engines.vllm_setup", "engines.vllm_text"),
+        *("engines.prompt_scheduler", "engines.vllm_calls", "engines.vllm_setup", "engines.vllm_text"),
     ),
     "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from langgraph_pingpong.engines.vllm_appends import (
     are_sound,
     token_prompt,
 )
+from langgraph_pingpong.engines.vllm_calls import clear_errors, sampling_params
 from langgraph_pingpong.engines.vllm_kv import VllmKv
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
@@ -31,7 +32,7 @@ from langgraph_pingpong.engines.vllm_setup import (
     set_up_for,
 )
 from langgraph_pingpong.engines.vllm_text import AnswerText, can_make_text, is_made_here
-from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
+from langgraph_pingpong.errors import EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 from langgraph_pingpong.kv_budget import KvBudget
 from langgraph_pingpong.model_files import tokenizer_args
@@ -331,31 +332,11 @@ class VllmEngine:
                 async for output in outputs:
                     yield output
 
-    @contextmanager
-    def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
-        """Whatever goes wrong with a request, in this package's errors."""
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        try:
-            yield
-        except EngineDeadError as error:
-            raise EngineDead(f"The engine on {self.device} died.") from error
-        except EngineGenerateError as error:
-            if not engine.errored:
-                raise
-            raise EngineDead(f"The engine on {self.device} died.") from error
-        except (ValueError, VLLMValidationError) as error:
-            raise CallRefused(f"vLLM refused the call: {error}") from error
+    def _clear_errors(self, engine: AsyncLLM) -> AbstractContextManager[None]:
+        return clear_errors(self.device, engine)
 
     def _params(self, request: Request) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        sampling = {**self._defaults, **request.sampling, "output_kind": RequestOutputKind.DELTA}
-        if constraint := sampling.get("structured_outputs"):
-            sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
-        return SamplingParams(**sampling)
+        return sampling_params({**self._defaults, **request.sampling})
 
 
 def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, likeliest: int) -> Delta:
