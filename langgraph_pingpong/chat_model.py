@@ -220,7 +220,7 @@ class ChatPingPong(Anchoring):
 
     def _should_stream(self, *, async_api: bool, run_manager: Any = None, **kwargs: Any) -> bool:
         """With several answers to a prompt, `invoke` does not stream even where somebody listens to chunks."""
-        if (kwargs.get("n") or self.n or 1) > 1 and not kwargs.get("stream"):
+        if (kwargs.get("n") or self.n or 1) != 1 and not kwargs.get("stream"):
             return False
         return super()._should_stream(async_api=async_api, run_manager=run_manager, **kwargs)
 
@@ -289,7 +289,7 @@ class ChatPingPong(Anchoring):
         ids = tuple(serving.template.encode(self._rendered(messages, terms)))
         task = running_task(config)
         node = task.site[-1] if task else ""
-        limit = serving.context or (serving.pool.engines[0].max_model_len if serving.pool.started else None)
+        limit = serving.pool.engines[0].max_model_len if serving.pool.started else serving.context
         self._check_length(node, len(ids), limit)
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)

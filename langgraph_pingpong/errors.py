@@ -4,6 +4,7 @@
     ├── ConfigError                 wrong input, found before any engine starts where that is possible
     │   ├── DeviceError
     │   ├── BaseUrlError
+    │   ├── BadKey
     │   ├── SettingOfServers
     │   ├── WrongServer
     │   ├── NotExact
@@ -31,6 +32,7 @@
     └── EngineError
         ├── EngineStartFailed
         ├── EngineDead
+        ├── EngineBusy
         ├── ServerFailed
         │   └── ServerBusy
         ├── ServerEnded
@@ -69,6 +71,14 @@ class BaseUrlError(ConfigError):
     """The address of a server is malformed, or named twice."""
 
     hint = "Name each server once, like base_urls=['http://host:8000/v1', 'http://host:8001/v1']."
+
+
+class BadKey(ConfigError):
+    """The key of a server cannot be sent as it is."""
+
+    hint = (
+        "Give api_key= as one line of ASCII text; of one that was read from a file, key.strip() drops the line break."
+    )
 
 
 class SettingOfServers(ConfigError):
@@ -232,6 +242,12 @@ class EngineDead(EngineError):
     """The engine's process ended while it was needed."""
 
     hint = "If it was closed, create a new model or pool; if it died, it is started again, and its log says why."
+
+
+class EngineBusy(EngineError):
+    """An engine has as many requests waiting as it may have."""
+
+    hint = "Ask for less at once, or raise max_num_queued_reqs or max_num_queued_tokens in engine_args={...}."
 
 
 class ServerFailed(EngineError):

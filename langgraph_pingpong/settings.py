@@ -13,6 +13,7 @@ from langgraph_pingpong.calls import OWN, SAMPLING
 from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unknown
 from langgraph_pingpong.errors import NotExact, SettingOfServers
 from langgraph_pingpong.exact import Exact
+from langgraph_pingpong.keys import check_key
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.pool import EnginePool
 
@@ -178,6 +179,8 @@ class Settings(ConfigAwareChatModel):
             if (base_urls := values.get("base_urls")) is not None:
                 parse_base_urls(base_urls)
                 _refuse_settings_of_servers(values)
+            key = values.get("api_key")
+            check_key(key.get_secret_value() if isinstance(key, SecretStr) else key if isinstance(key, str) else None)
             if values.get("pool") is not None and values.get("exact", "ids") != "ids":
                 raise NotExact("exact='bits' is up to the engines of the pool: make it with engine_pool(exact='bits').")
         return values

@@ -27,7 +27,7 @@ from langgraph_pingpong.bench.texts import Library
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import ConfigError, DeviceError, RunFailed, UnknownSetting
 
-SMALL = ["--set", "agents=2", "--set", "static=120", "--set", "document=60", "--set", "output=8"]
+SMALL = ["--set", "agents=2", "--set", "static=120", "--set", "document=60", "--set", "output=24"]
 
 
 def bench(path: Path, *options: str, devices: str = "fake:0,fake:1") -> Any:

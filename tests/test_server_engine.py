@@ -14,12 +14,14 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from graphs.five_agents import CHAIN
@@ -31,6 +33,7 @@ from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.server_engine import ServerEngine, build_server_engines
 from langgraph_pingpong.errors import (
+    BadKey,
     BaseUrlError,
     CallRefused,
     CallTimedOut,
@@ -185,6 +188,25 @@ class TestStart:
     async def test_the_same_model_elsewhere(self, here: str) -> None:
         async with started(stub(model="org/large"), model=here) as engine:
             assert await engine.prefill(request()) == 0
+
+    @pytest.mark.parametrize(
+        ("more", "length"),
+        [
+            ([{"id": "stub", "root": "stub", "max_model_len": 512}], 512),
+            ([{"id": "small", "max_model_len": 512}, {"id": "stub", "root": "/adapter", "parent": "small"}], 512),
+            ([{"id": "small", "max_model_len": 131072}, {"id": "stub", "root": "/adapter"}], 131072),
+        ],
+    )
+    async def test_among_several_models_the_length_is_its_own(self, more: list[dict[str, Any]], length: int) -> None:
+        big = {"id": "big", "root": "big", "max_model_len": 131072}
+        async with started(stub(cards=[big, *more])) as engine:
+            assert engine.max_model_len == length
+
+    async def test_a_length_that_only_other_models_tell_is_not_taken(self) -> None:
+        cards = [{"id": "big", "max_model_len": 131072}, {"id": "small", "max_model_len": 512}, {"id": "stub"}]
+        async with stub(cards=cards).serving() as url:
+            with pytest.raises(ServerFailed, match="does not tell the max_model_len of stub"):
+                await engine_for(url).start()
 
     async def test_servers_of_different_context_lengths(self) -> None:
         first, second = stub(), stub()
@@ -459,6 +481,53 @@ class TestKey:
             with pytest.raises(ServerFailed, match=r"Incorrect API key: \*\*\*") as error:
                 await engine_for(url, api_key=KEY).start()
         assert KEY not in "".join(traceback.format_exception(error.value))
+
+    @pytest.mark.parametrize(
+        ("key", "match"),
+        [
+            (f"{KEY}\n", "white space or a line break"),
+            (f"{KEY}\r", "white space or a line break"),
+            (f" {KEY}", "white space or a line break"),
+            (f"{KEY}\u00e9", "no HTTP header can carry"),
+            (f"{KEY}\n{KEY}", "no HTTP header can carry"),
+            (f"{KEY}\0", "no HTTP header can carry"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", [str, SecretStr])
+    def test_that_cannot_be_sent_is_refused_unseen_where_the_model_is_made(
+        self, key: str, match: str, kind: Callable[[str], Any]
+    ) -> None:
+        for make in (ChatPingPong, engine_pool):
+            given = key if make is engine_pool else kind(key)
+            with pytest.raises(BadKey, match=match) as error:
+                make(model="stub", base_urls=[UNREACHABLE], api_key=given)
+            assert KEY not in "".join(traceback.format_exception(error.value))
+
+    def test_of_another_type_is_refused_unseen(self) -> None:
+        with pytest.raises(BadKey, match="not of type bytes") as error:
+            engine_pool(model="stub", base_urls=[UNREACHABLE], api_key=KEY.encode())
+        assert KEY not in str(error.value)
+
+    async def test_is_not_shown_by_what_lies_behind_an_error(self) -> None:
+        def refuse(request: Any) -> Any:
+            try:
+                raise ValueError(f"Illegal header value {f'Bearer {odd}'.encode()!r}")
+            except ValueError as error:
+                raise httpx.ConnectError("out of order") from error
+
+        odd = f"{KEY}\\'\""
+        client = lambda: httpx.AsyncClient(transport=httpx.MockTransport(refuse))  # noqa: E731
+        with pytest.raises(ServerFailed, match="out of order") as error:
+            await engine_for(UNREACHABLE, api_key=odd, http_client=client).start()
+        assert KEY not in "".join(traceback.format_exception(error.value))
+
+    async def test_is_not_shown_in_part_where_a_long_message_is_cut(self) -> None:
+        for before in range(server_engine.MAX_CAUSE - len(KEY), server_engine.MAX_CAUSE + 1):
+            quoting = answers(401, json.dumps({"error": {"message": "." * before + KEY}}))
+            async with stub(fault=quoting, fault_at="/v1/models").serving() as url:
+                with pytest.raises(ServerFailed) as error:
+                    await engine_for(url, api_key=KEY).start()
+            assert KEY[:3] not in str(error.value)
 
     def test_is_in_no_repr_and_no_trace(self, two_stubs: list[StubServer], lab: Lab) -> None:
         for server in two_stubs:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from langgraph_pingpong.config import ServerAddress, ServerConfig
 from langgraph_pingpong.engines.base import ABORTED, FAILED, PREFILL_PRIORITY, Delta, Request
 from langgraph_pingpong.engines.server_answers import (
-    MAX_CAUSE,
     cached_tokens,
     extra,
     served_as,
@@ -30,6 +29,7 @@ from langgraph_pingpong.errors import (
     ServerFailed,
     WrongServer,
 )
+from langgraph_pingpong.keys import shows_key, without_key
 from langgraph_pingpong.kv_budget import KvBudget
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ PIECE_TOKENS = 512
 
 USUAL_BLOCK_SIZE = 16
 """vLLM's own on a GPU, for servers that do not tell theirs: an append goes out whenever so many tokens are final."""
+
+MAX_CAUSE = 400
+"""Characters of what a server says of an error that are shown."""
 
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
 _REFUSALS = (400, 413, 422)
@@ -344,7 +347,9 @@ class ServerEngine:
         except PingPongError:
             raise
         except Exception as error:
-            if self._has_key(str(error)):  # the server quotes the key that it refuses: keep it out of tracebacks
+            if shows_key(
+                error, self._config.api_key
+            ):  # servers quote a key that they refuse: keep it out of tracebacks
                 raise self._in_our_words(error) from None
             raise self._in_our_words(error) from error
 
@@ -359,7 +364,7 @@ class ServerEngine:
             return ServerFailed(f"The connection to {self.device} failed: {self._why(error)}")
         if not isinstance(error, APIError):
             return ServerFailed(f"The answer of {self.device} broke off or could not be read: {self._why(error)}")
-        code, said = status(error), self._without_key(words(error))
+        code, said = status(error), self._shown(words(error))
         if code in _REFUSALS:
             return CallRefused(f"{self.device} refused the call: {said}")
         kind = ServerBusy if code in _BUSY else ServerFailed
@@ -367,13 +372,11 @@ class ServerEngine:
 
     def _why(self, error: Exception) -> str:
         cause = error.__cause__ or error
-        return self._without_key(f"{type(cause).__name__}: {cause}"[:MAX_CAUSE])
+        return self._shown(f"{type(cause).__name__}: {cause}")
 
-    def _has_key(self, text: str) -> bool:
-        return bool(self._config.api_key) and str(self._config.api_key) in text
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(str(self._config.api_key), "***") if self._has_key(text) else text
+    def _shown(self, text: str) -> str:
+        """The key is hidden before the text is cut: half of one would not be found."""
+        return without_key(text, self._config.api_key)[:MAX_CAUSE]
 
 
 def build_server_engines(config: ServerConfig) -> list[ServerEngine]:

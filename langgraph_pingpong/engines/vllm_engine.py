@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,19 +23,20 @@ from langgraph_pingpong.engines.vllm_appends import (
     are_sound,
     token_prompt,
 )
+from langgraph_pingpong.engines.vllm_calls import clear_errors, sampling_params
 from langgraph_pingpong.engines.vllm_kv import VllmKv
 from langgraph_pingpong.engines.vllm_outputs import check_not_aborted, to_delta
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
     engine_args,
-    engine_environment,
-    environment_with,
     interrupts_held,
+    set_up_for,
 )
 from langgraph_pingpong.engines.vllm_text import AnswerText, can_make_text, is_made_here
-from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
+from langgraph_pingpong.errors import EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 from langgraph_pingpong.kv_budget import KvBudget
+from langgraph_pingpong.model_files import tokenizer_args
 from langgraph_pingpong.same_device import piece_beside_decodes
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ class VllmEngine:
     def model(self) -> str:
         """The folder or Hugging Face id of the model."""
         return self._config.model
+
+    @property
+    def tokenizer_args(self) -> dict[str, Any]:
+        """How to load the tokenizer that the engine has, by `load_tokenizer`."""
+        return tokenizer_args(self._config.model, self._config.engine_args)
 
     @property
     def block_size(self) -> int:
@@ -158,7 +164,7 @@ class VllmEngine:
             raise
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, environment_with(engine_environment(self._config, self._device)), interrupts_held():
+        with _BUILDING, set_up_for(self._config, self._device), interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -329,31 +335,11 @@ class VllmEngine:
                     check_not_aborted(output, self.device)
                     yield output
 
-    @contextmanager
-    def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
-        """Whatever goes wrong with a request, in this package's errors."""
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        try:
-            yield
-        except EngineDeadError as error:
-            raise EngineDead(f"The engine on {self.device} died.") from error
-        except EngineGenerateError as error:
-            if not engine.errored:
-                raise
-            raise EngineDead(f"The engine on {self.device} died.") from error
-        except (ValueError, VLLMValidationError) as error:
-            raise CallRefused(f"vLLM refused the call: {error}") from error
+    def _clear_errors(self, engine: AsyncLLM) -> AbstractContextManager[None]:
+        return clear_errors(self.device, engine)
 
     def _params(self, request: Request) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        sampling = {**self._defaults, **request.sampling, "output_kind": RequestOutputKind.DELTA}
-        if constraint := sampling.get("structured_outputs"):
-            sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
-        return SamplingParams(**sampling)
+        return sampling_params({**self._defaults, **request.sampling})
 
 
 def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:
