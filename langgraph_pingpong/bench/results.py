@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +69,7 @@ def section(files: Mapping[Path, Results], root: Path) -> str:
         if EARLIER in path.parts:
             continue
         compared = compare(results)
-        link = f"[{title_of(results)}]({path.with_suffix('.md').relative_to(root).as_posix()})"
+        link = f"[{_row_title(results)}]({path.with_suffix('.md').relative_to(root).as_posix()})"
         if len(compared) > MANY_CASES:
             more.append(f"- {link}: {len(compared)} cases, {len(results.counted)} runs.")
         else:
@@ -81,6 +82,12 @@ def title_of(results: Results) -> str:
     """What a file is called in short: its own title, or workload, model and devices."""
     setup = results.setup
     return str(setup.get("title") or f"{setup['profile']}, {setup['model']} on {', '.join(setup['devices'])}")
+
+
+def _row_title(results: Results) -> str:
+    """With the sizes that the command set, which tell files of one workload apart."""
+    sizes = re.findall(r"--set (\S+)", str(results.setup["command"]))
+    return ", ".join([title_of(results), *sizes])
 
 
 def _rows(link: str, all_compared: Sequence[Compared]) -> Iterator[list[str]]:
