@@ -1,8 +1,9 @@
 """A planner, a `create_agent` agent with tools, and a writer.
 
 The agent looks things up in the handbooks beside this module, with two tools, as often as it likes. Its first prompt is
-declared: LangChain's own model node can be run ahead up to its call, so it is prefilled while the planner speaks. What
-follows a tool's result, and the way out of the agent to the writer, are learned in the first run.
+declared: LangChain's own model node can be run ahead up to its call, so it is prefilled while the planner speaks. Its
+next prompts, with the tools' results, are prefilled while the tools run, from the first run on. The way out of the
+agent to the writer is learned in the first run.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class Anchors:
         try:
             while True:
                 look.clear()
-                with contextlib.suppress(*FAILED), self._health.watching(index):
+                with contextlib.suppress(*FAILED), self._health.watching(index, hint=True):
                     opened = await self._hold(index, kept, opened)
                 await asyncio.sleep(min(PAUSE_S, TOUCH_S))
                 with contextlib.suppress(TimeoutError):

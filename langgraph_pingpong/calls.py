@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +73,8 @@ def terms_of(settings: Mapping[str, Any], stop: Sequence[str] | None, kwargs: Ma
     refuse_unknown(kwargs, (*SAMPLING, *OWN, *_MORE_SAMPLING, *_TOOLS), "A call")
     given = {**settings, **{name: value for name, value in kwargs.items() if value is not None}}
     sampling = {name: given[name] for name in (*SAMPLING, *_MORE_SAMPLING) if given.get(name) is not None}
+    for name in sampling.keys() & _CONVERTED.keys():
+        sampling[name] = _converted(name, sampling[name])
     if stops := stop if stop is not None else given.get("stop"):
         sampling["stop"] = [stops] if isinstance(stops, str) else list(stops)
     if (logprobs := _logprobs(given)) is not None:
@@ -88,6 +91,30 @@ def terms_of(settings: Mapping[str, Any], stop: Sequence[str] | None, kwargs: Ma
     )
 
 
+def _converted(name: str, value: Any) -> Any:
+    try:
+        return _CONVERTED[name](value)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CallRefused(f"{name}={value!r} cannot be: {error}") from error
+
+
+def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
+    """Of OpenAI's form, where ids are texts, and of ids that are numbers; within the bounds of OpenAI's API.
+
+    As vLLM's server makes it, so that engines in this process take the same and answer alike.
+    """
+    return {int(token): min(100.0, max(-100.0, float(bias))) for token, bias in given.items()}
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": _biases,
+    "n": operator.index,
+    "max_tokens": operator.index,
+    "top_logprobs": int,
+}
+"""Arguments that have several forms, or that this side counts with before an engine sees them."""
+
+
 def _logprobs(given: Mapping[str, Any]) -> int | None:
     """LangChain has a switch and a number of alternatives, vLLM has the number alone."""
     wanted, top = given.get("logprobs"), given.get("top_logprobs")
@@ -95,4 +122,4 @@ def _logprobs(given: Mapping[str, Any]) -> int | None:
         raise CallRefused(f"top_logprobs={top} needs logprobs=True.")
     if not wanted:
         return None
-    return int(top or 0)
+    return int(_converted("top_logprobs", top or 0))

@@ -279,7 +279,7 @@ class ChatPingPong(Anchoring):
         ids = tuple(serving.template.encode(self._rendered(messages, terms)))
         task = running_task(config)
         node = task.site[-1] if task else ""
-        limit = serving.context or (serving.pool.engines[0].max_model_len if serving.pool.started else None)
+        limit = serving.pool.engines[0].max_model_len if serving.pool.started else serving.context
         self._check_length(node, len(ids), limit)
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)

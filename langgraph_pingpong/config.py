@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from langgraph_pingpong.environment import own_value
 from langgraph_pingpong.errors import BadKvCache, BaseUrlError, DeviceError, ModelNotFound, NotExact, UnknownSetting
 from langgraph_pingpong.exact import Exact, check_exact, exact_args
+from langgraph_pingpong.keys import check_key
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.same_device import Riding, engine_can_pace, riding
 
@@ -139,6 +141,9 @@ class ServerConfig:
     `model` is what they serve, `timeout` (s) bounds a silence within a request, `max_retries` is the OpenAI client's
     own setting. `http_client` makes the HTTP client for one server. Anchors may take `kv_pool_ratio` of a server's KV
     cache.
+
+    Raises:
+        BadKey: the key cannot be sent.
     """
 
     model: str
@@ -148,6 +153,9 @@ class ServerConfig:
     max_retries: int | None = None
     http_client: Callable[[], Any] | None = None
     kv_pool_ratio: float = KV_POOL_RATIO
+
+    def __post_init__(self) -> None:
+        check_key(self.api_key)
 
 
 def count_devices(kind: str) -> int:
@@ -168,7 +176,7 @@ def usable_cores() -> list[int]:
 
 def _count_gpus() -> int:
     """Ask the driver's own tool: importing torch for this would take seconds and may touch CUDA."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if (visible := own_value("CUDA_VISIBLE_DEVICES")) is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
@@ -219,7 +227,7 @@ def gpus_of(device: Device, width: int) -> list[str]:
     Each engine's process is shown its own GPUs only. What vLLM compiles for the first engine names GPU 0 and is
     loaded again for the second, where it must name the second's.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = own_value("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(i) for i in range(count_devices("cuda"))]
     return names[device.index : device.index + width]
 
@@ -323,24 +331,6 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise UnknownSetting(f"{what} has no setting {name!r}.{hint}")
-
-
-def context_limit(config: EngineConfig) -> int | None:
-    """The longest prompt plus answer in tokens, as far as settings and the model's config tell before it runs.
-
-    Raises:
-        ModelNotFound: the model's config could not be read.
-    """
-    if (given := config.vllm_args.get("max_model_len")) is not None:
-        return given if isinstance(given, int) and given > 0 else None  # vLLM has words for "what fits", too
-    from transformers import AutoConfig
-
-    try:
-        text_config = AutoConfig.from_pretrained(config.model).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"The config of {config.model!r} could not be read: {error}") from error
-    limit = getattr(text_config, "max_position_embeddings", None)
-    return int(limit) if limit else None
 
 
 def resolve_model(model: str | None) -> str:

@@ -4,6 +4,7 @@
     ├── ConfigError                 wrong input, found before any engine starts where that is possible
     │   ├── DeviceError
     │   ├── BaseUrlError
+    │   ├── BadKey
     │   ├── SettingOfServers
     │   ├── WrongServer
     │   ├── NotExact
@@ -31,7 +32,9 @@
     └── EngineError
         ├── EngineStartFailed
         ├── EngineDead
+        ├── EngineBusy
         ├── ServerFailed
+        │   └── ServerBusy
         ├── ServerEnded
         └── CallTimedOut            (also TimeoutError)
 
@@ -68,6 +71,14 @@ class BaseUrlError(ConfigError):
     """The address of a server is malformed, or named twice."""
 
     hint = "Name each server once, like base_urls=['http://host:8000/v1', 'http://host:8001/v1']."
+
+
+class BadKey(ConfigError):
+    """The key of a server cannot be sent as it is."""
+
+    hint = (
+        "Give api_key= as one line of ASCII text; of one that was read from a file, key.strip() drops the line break."
+    )
 
 
 class SettingOfServers(ConfigError):
@@ -178,7 +189,7 @@ class AnchorTooLarge(ConfigError):
 class OtherResults(ConfigError):
     """A file of results holds other measurements than those that are to be added, or none."""
 
-    hint = "Write to another file, or go on with the settings that the file's first line tells."
+    hint = "Give a file that `pingpong bench` wrote; to add to one, keep the settings that its first line tells."
 
 
 class NotATrace(ConfigError):
@@ -233,10 +244,22 @@ class EngineDead(EngineError):
     hint = "If it was closed, create a new model or pool; if it died, it is started again, and its log says why."
 
 
+class EngineBusy(EngineError):
+    """An engine has as many requests waiting as it may have."""
+
+    hint = "Ask for less at once, or raise max_num_queued_reqs or max_num_queued_tokens in engine_args={...}."
+
+
 class ServerFailed(EngineError):
     """A server could not be reached, refused the request, failed, or fell silent."""
 
     hint = "Check base_urls (they end in /v1), api_key, and whether the server runs; its log may say more."
+
+
+class ServerBusy(ServerFailed):
+    """A server did not answer in time, or asked to come later."""
+
+    hint = "See whether the server runs; if it is busy, raise timeout=, send less at once, or add servers to base_urls."
 
 
 class ServerEnded(EngineError):

@@ -2,7 +2,8 @@
 
 Nothing was said yet: the very same prompt goes to another engine. Something was said: what was given out stays as it
 is, and another engine continues from the prompt and the ids behind that text. An engine may be ahead of its text by
-some ids (text that may become a stop string, an unfinished character): those are left out and sampled again.
+some ids (text that may become a stop string, an unfinished character): those are left out and sampled again. Text that
+ends within a token, as it does before what may become a stop string, is said again by the other engine, and left out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from langgraph_pingpong.engines.base import Delta, Request, new_request_id
-from langgraph_pingpong.errors import EngineDead, ServerFailed
+from langgraph_pingpong.errors import EngineDead, EngineError, ServerFailed
 from langgraph_pingpong.health import FAILED, message_of
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.speculation import Speculation
@@ -63,12 +64,15 @@ class MovingAnswer:
     _kept: tuple[int, ...] = ()
     _said: list[int] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
+    _again: str = ""
+    """Text that was given out, and that the engine will say once more."""
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """The deltas of one whole answer, whoever gives them.
 
         Raises:
             EngineDead, ServerFailed: an engine failed, and no other can go on; the message says why.
+            EngineError: it was continued otherwise than it had begun.
             CallRefused: an engine cannot do what the request asks for.
         """
         while True:
@@ -105,8 +109,22 @@ class MovingAnswer:
             self.ids_equal &= delta.prompt_token_ids == self.request.prompt_token_ids + self._kept
         self._over = delta.finish_reason is not None and self.request.sampling.get("n", 1) == 1
         self._said += delta.token_ids
+        if self._again:
+            delta = replace(delta, text=self._new_text(delta))
         self._text.append(delta.text)
         return replace(delta, prompt_token_ids=None, num_cached_tokens=None) if self._kept else delta
+
+    def _new_text(self, delta: Delta) -> str:
+        """What a delta says beyond the text that was given out already."""
+        text, again = delta.text, self._again
+        same = min(len(text), len(again))
+        if text[:same] != again[:same] or (delta.finish_reason is not None and same < len(again)):
+            causes = " ".join(f"{device}: {cause}" for device, cause in self.failed.items())
+            raise EngineError(
+                f"{causes} The answer had begun, and {self.lease.engine.device} goes on with another one."
+            )
+        self._again = again[same:]
+        return text[same:]
 
     def _move(self, error: EngineDead | ServerFailed) -> None:
         """Move to another engine, or raise why not."""
@@ -115,38 +133,39 @@ class MovingAnswer:
         left = self.lease.engine.device
         self._tried.add(self.lease.index)
         self.failed[left] = message_of(error)
-        kept = self._reusable(error)
+        kept, again = self._reusable(error)
         if len(self._tried) > MAX_MOVES or not self.lease.move(self._tried, self.request):
             raise self._no_way_on(error) from error
         self.began_anew |= not kept
         self.left_out += len(self._said) - len(kept)
-        self._kept, self._said = kept, list(kept)
+        self._kept, self._said, self._again = kept, list(kept), again
         self.moved(device=self.lease.engine.device, left=left, said=len(kept))
 
-    def _reusable(self, error: EngineDead | ServerFailed) -> tuple[int, ...]:
-        """The ids said so far whose text is exactly what was given out."""
+    def _reusable(self, error: EngineDead | ServerFailed) -> tuple[tuple[int, ...], str]:
+        """The ids said so far whose text was given out, and the text behind them that was given out, too."""
         if not self._said and not any(self._text):
-            return ()
+            return (), ""
         why_not = _memory_beyond_ids(self.request.sampling)
-        ids = None if why_not or self.decode is None else self._behind_the_text(self.decode)
-        if ids is None:
+        found = None if why_not or self.decode is None or not self._said else self._behind_the_text(self.decode)
+        if found is None:
             why_not = why_not or "the ids of what was said are not known"
-        elif len(ids) < len(self._said) and self.request.sampling.get("logprobs") is not None:
+        elif len(found[0]) < len(self._said) and self.request.sampling.get("logprobs") is not None:
             why_not = "logprobs of more tokens were given out than of text"
-        if why_not is None and ids is not None:
-            return ids
+        if why_not is None and found is not None:
+            return found
         text = f"{message_of(error)} The answer had begun, and no other engine can go on: {why_not}."
         raise type(error)(text) from error
 
-    def _behind_the_text(self, decode: Decode) -> tuple[int, ...] | None:
+    def _behind_the_text(self, decode: Decode) -> tuple[tuple[int, ...], str] | None:
+        """The ids whose text was given out, and how much of the next one's was; None where ids and text differ."""
         text, context = "".join(self._text), list(self.request.prompt_token_ids[-_CONTEXT:])
-        before = decode(context)
+        before, longer = len(decode(context)), ""
         for end in range(len(self._said), -1, -1):
-            shown = decode(context + self._said[:end])[len(before) :]
-            if shown == text:
-                return tuple(self._said[:end])
-            if len(shown) < len(text):
-                break
+            shown = decode(context + self._said[:end])[before:]
+            if text.startswith(shown):
+                known = shown == text or longer.startswith(text)
+                return (tuple(self._said[:end]), text[len(shown) :]) if known else None
+            longer = shown
         return None
 
     def _no_way_on(self, error: EngineDead | ServerFailed) -> EngineDead | ServerFailed:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from langgraph_pingpong.engines.base import Engine
-from langgraph_pingpong.errors import EngineDead, PingPongError, ServerFailed
+from langgraph_pingpong.errors import EngineDead, PingPongError, ServerBusy, ServerFailed
 from langgraph_pingpong.placement import Placement
 from langgraph_pingpong.trace import Trace
 
@@ -54,8 +54,10 @@ class Health:
         return self._placement.places[index].up
 
     @contextmanager
-    def watching(self, index: int) -> Iterator[None]:
+    def watching(self, index: int, *, hint: bool = False) -> Iterator[None]:
         """Take the engine at `index` out if what is asked of it here shows that it failed.
+
+        That a server is busy shows so only to an answer: a `hint` waits for answers, as it should.
 
         Raises:
             EngineDead: it was shut down because the pool was closed.
@@ -66,7 +68,8 @@ class Health:
         except FAILED as error:
             if self.closed:
                 raise EngineDead("The engines were closed while the call was running.") from error
-            if life == self.lives[index]:  # else it is back already
+            waits = hint and isinstance(error, ServerBusy)
+            if life == self.lives[index] and not waits:  # another life: it is back already
                 self.failed(index, error)
             raise
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -30,6 +31,9 @@ class Remote(Generic[T]):
     cancel: Callable[[], None]
 
 
+FORKED = "The engines belong to the process that this one was forked from."
+"""Why nothing can be asked of a loop that is elsewhere."""
+
 _WOULD_BLOCK = "a blocking call from the library's own loop thread would never return"
 
 
@@ -49,7 +53,13 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._submitting = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._thread.start()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the loop runs in another process: a fork copies the object, and not its thread."""
+        return os.getpid() != self._process
 
     def is_current(self) -> bool:
         """Whether the caller runs on this loop's thread."""
@@ -59,8 +69,11 @@ class LoopThread:
         """Start a coroutine on the loop thread.
 
         Raises:
-            EngineDead: the loop thread was closed.
+            EngineDead: the loop thread was closed, or runs in another process.
         """
+        if self.is_elsewhere:
+            work.close()
+            raise EngineDead(FORKED)
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -70,8 +83,7 @@ class LoopThread:
             tasks.append(task)
 
         def cancel() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to cancel
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self.call_soon(lambda: tasks[0].cancel())
 
         with self._submitting:
             if self._closed:
@@ -81,8 +93,10 @@ class LoopThread:
             self._loop.call_soon_threadsafe(start, context=contextvars.Context())
         return Remote(ended, cancel)
 
-    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Run a callback on the loop thread, if it still runs; safe from anywhere, finalizers included."""
+        if self.is_elsewhere:
+            return
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args, context=contextvars.Context())
 
@@ -134,6 +148,8 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what still runs, then end the thread. Safe to call twice, not from the thread itself."""
+        if self.is_elsewhere:
+            return
         with self._submitting:  # what was submitted before is cancelled, what comes after is refused
             if not self._closed:
                 self._closed = True
@@ -152,7 +168,7 @@ class LoopThread:
         ended.add_done_callback(lambda _: self._cancel_all_and_stop())
 
     def _cancel_and_wait(self, remote: Remote[Any]) -> None:
-        if remote.ended.done():
+        if remote.ended.done() or self.is_elsewhere:
             return
         remote.cancel()
         if self.is_current():  # an abandoned stream that is collected here: the loop cannot wait for itself

@@ -23,7 +23,7 @@ from langgraph_pingpong.going_first import GoingFirst
 from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.kv_transfer import KvTransfer
-from langgraph_pingpong.loop import LoopThread
+from langgraph_pingpong.loop import FORKED, LoopThread
 from langgraph_pingpong.placement import Placement
 from langgraph_pingpong.speculation import Speculation
 
@@ -106,7 +106,7 @@ class Lease:
     async def prefill(self, request: Request) -> int | None:
         """Compute the KV cache of a prompt; see `Engine.prefill`."""
         index = self.index
-        with self._pool.health.watching(index):
+        with self._pool.health.watching(index, hint=True):
             cached = await self.engine.prefill(request)
         if not self._noted:  # what it grows by is noted with its answer: an append should cost the same at any length
             self._noted = True
@@ -116,7 +116,7 @@ class Lease:
     async def append(self, appends: Appends, piece: Sequence[int], salt: str | None) -> int | None:
         """Compute the next piece of a prompt; see `Appends.append`."""
         begins = not appends.tokens
-        with self._pool.health.watching(self.index):
+        with self._pool.health.watching(self.index, hint=True):
             found = await appends.append(piece)
         if begins and found is not None:  # not with each piece: the keys of all before it would be made again
             self._pool._computed(self.index, piece, salt)
@@ -211,8 +211,8 @@ class EnginePool:
 
     @property
     def closed(self) -> bool:
-        """Whether the pool was closed; a closed pool stays closed."""
-        return not self._finalizer.alive
+        """Whether the pool was closed, or belongs to the process that this one was forked from; it stays so."""
+        return not self._finalizer.alive or self._loop.is_elsewhere
 
     @property
     def started(self) -> bool:
@@ -226,8 +226,10 @@ class EnginePool:
             ConfigError: the settings cannot work on this machine.
             EngineStartFailed: an engine did not come up; those that did are shut down again.
             ServerFailed: a server cannot be used.
-            EngineDead: the pool was closed.
+            EngineDead: the pool was closed, or belongs to another process.
         """
+        if self._loop.is_elsewhere:  # the lock may be held by a thread that does not exist here
+            raise EngineDead(FORKED)
         with self._starting:
             if self.closed:
                 raise EngineDead("The engines were closed.")
@@ -365,6 +367,8 @@ def _note_lost(evictions: EvictionWatch, anchors: Anchors, index: int, keys: fro
 
 def _shut_down(engines: Sequence[Engine], health: Health, loop: LoopThread) -> None:
     """Runs at close, at collection or at interpreter exit, whichever comes first."""
+    if loop.is_elsewhere:  # the engines are in use there
+        return
     if loop.is_current():  # collected while a callback ran here: the loop cannot wait for its own end
         threading.Thread(target=_shut_down, args=(engines, health, loop)).start()
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from langgraph_pingpong.config import (
     EngineConfig,
     ServerConfig,
-    context_limit,
     default_devices,
     parse_base_urls,
     parse_devices,
@@ -19,9 +19,10 @@ from langgraph_pingpong.config import (
 )
 from langgraph_pingpong.engines.fake_engine import FakeEngine, fake_tokenizer
 from langgraph_pingpong.engines.server_engine import ServerEngine, build_server_engines
-from langgraph_pingpong.engines.vllm_engine import build_vllm_engines
+from langgraph_pingpong.engines.vllm_engine import VllmEngine, build_vllm_engines
 from langgraph_pingpong.errors import CannotEscape, SettingOfServers
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
+from langgraph_pingpong.model_files import context_limit, tokenizer_args
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import template_with
 from langgraph_pingpong.tokens import ChatTemplate, load_tokenizer
@@ -89,10 +90,13 @@ class LazyServing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._value: Serving | None = None
 
     def get(self, make: Callable[[], Serving]) -> Serving:
-        """What was made, or what `make` makes now; made again once its engines are closed."""
+        """What was made, or what `make` makes now; made again once its engines are closed, and in a forked process."""
+        if os.getpid() != self._process:  # a thread that does not exist here may hold the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
             if self._value is None or self._value.pool.closed:
                 self._value = make()
@@ -133,7 +137,10 @@ def make_serving(
     """
     places = parse_devices(devices or default_devices())
     if places[0].kind == "fake":
-        tokenizer = prompting.tokenizer or (load_tokenizer(resolve_model(model)) if model else fake_tokenizer())
+        tokenizer = prompting.tokenizer
+        if tokenizer is None:
+            args = settings.get("engine_args") or {}
+            tokenizer = load_tokenizer(**tokenizer_args(resolve_model(model), args)) if model else fake_tokenizer()
         template = prompting.template(tokenizer)
         kv_transfer = settings.get("kv_transfer", False)
         fakes = [FakeEngine(str(place), tokenizer, kv_transfer=kv_transfer) for place in places]
@@ -143,7 +150,8 @@ def make_serving(
         return Serving(pool, template, fakes[0].max_model_len)
     config = EngineConfig(model=resolve_model(model), devices=places, **settings)
     engines = build_vllm_engines(config)  # before the tokenizer, whose import takes seconds: its checks take none
-    template = prompting.template(prompting.tokenizer or load_tokenizer(config.model))
+    own = tokenizer_args(config.model, config.engine_args)
+    template = prompting.template(prompting.tokenizer or load_tokenizer(**own))
     return Serving(EnginePool(engines, config.kv_pool_ratio), template, context_limit(config))
 
 
@@ -204,6 +212,7 @@ def serving_on(pool: EnginePool, model: str | None, prompting: Prompting = _OWN)
     if tokenizer is None and isinstance(engine, FakeEngine):
         tokenizer = engine.tokenizer
     if tokenizer is None:
-        tokenizer = load_tokenizer(getattr(engine, "model", None) or resolve_model(model))
+        name = getattr(engine, "model", None) or resolve_model(model)
+        tokenizer = load_tokenizer(**(engine.tokenizer_args if isinstance(engine, VllmEngine) else {"model": name}))
     context = engine.max_model_len if isinstance(engine, FakeEngine) else None
     return Serving(pool, prompting.template(tokenizer, of_servers=isinstance(engine, ServerEngine)), context)

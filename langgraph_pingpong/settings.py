@@ -15,6 +15,7 @@ from langgraph_pingpong.config import parse_base_urls, parse_devices, refuse_unk
 from langgraph_pingpong.errors import NotExact, SettingOfServers
 from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.identity import engines_identity, served_model
+from langgraph_pingpong.keys import check_key
 from langgraph_pingpong.kv_budget import KV_POOL_RATIO
 from langgraph_pingpong.pool import EnginePool
 
@@ -180,6 +181,8 @@ class Settings(ConfigAwareChatModel):
             if (base_urls := values.get("base_urls")) is not None:
                 parse_base_urls(base_urls)
                 _refuse_settings_of_servers(values, cls.model_fields)
+            key = values.get("api_key")
+            check_key(key.get_secret_value() if isinstance(key, SecretStr) else key if isinstance(key, str) else None)
             if values.get("pool") is not None and values.get("exact", "ids") != "ids":
                 raise NotExact("exact='bits' is up to the engines of the pool: make it with engine_pool(exact='bits').")
         return values
@@ -224,7 +227,7 @@ class Settings(ConfigAwareChatModel):
         return super()._should_use_protocol_streaming(async_api=async_api, run_manager=run_manager, **kwargs)
 
     def _asks_for_several(self, kwargs: Mapping[str, Any]) -> bool:
-        return (kwargs.get("n") or self.n or 1) > 1 and not kwargs.get("stream")
+        return (kwargs.get("n") or self.n or 1) != 1 and not kwargs.get("stream")
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)

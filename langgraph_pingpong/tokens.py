@@ -19,6 +19,7 @@ from jinja2.exceptions import TemplateError
 
 from langgraph_pingpong.errors import ModelNotFound, NoChatTemplate, TemplateRefused
 from langgraph_pingpong.growing import HARD_TEXT, GrowingIds, growing_kind
+from langgraph_pingpong.model_files import UNREADABLE, why
 from langgraph_pingpong.segments import MARKER_BREAK, take_apart
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ Starts = tuple[frozenset[str], int]
 _BREAKS = re.compile(f"{MARKER_BREAK}({MARKER_BREAK}?)")
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hugging Face id.
+def load_tokenizer(model: str, *, trust_remote_code: bool = False, **how: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or Hugging Face id, loaded as `model_files.tokenizer_args` says.
 
     Raises:
         ModelNotFound: it could not be loaded.
@@ -41,9 +42,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"No tokenizer could be loaded from {model!r}: {error}") from error
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, **how)
+    except UNREADABLE as error:
+        raise ModelNotFound(f"No tokenizer could be loaded from {model!r}: {why(error)}") from error
 
 
 class ChatTemplate:

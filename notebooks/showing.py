@@ -12,7 +12,7 @@ from IPython.display import Image, Markdown, display
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.bench.document import Block, Heading, Table, to_markdown
 from langgraph_pingpong.bench.groups import Compared
-from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.bench.timeline import middle_run, timeline
 from langgraph_pingpong.viz.timeline_png import draw
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ def table_under(blocks: Sequence[Block], title: str) -> None:
 
 
 def timelines(compared: Compared, modes: Sequence[str]) -> None:
-    """Show the median run of each mode, one above the other on the same scale."""
-    runs = {group.mode: median_run(group.runs) for group in compared.groups if group.mode in modes}
-    titles = {mode: f"{mode}, the median run ({runs[mode]['e2e_ms']:,.0f} ms)" for mode in modes}
+    """Show the run in the middle of each mode, one above the other on the same scale."""
+    found = {group.mode: middle_run(group.runs) for group in compared.groups if group.mode in modes}
+    runs = {mode: run for mode, (run, _) in found.items()}
+    titles = {mode: f"{mode}, {found[mode][1]} ({runs[mode]['e2e_ms']:,.0f} ms)" for mode in modes}
     show_figure(draw([timeline(runs[mode], titles[mode]) for mode in modes]))
 
 

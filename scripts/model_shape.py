@@ -2,8 +2,9 @@
 
     python scripts/model_shape.py FOLDER
 
-The shape is that of Qwen3-14B; tokenizer and chat template are those of the default model, so that text can be used.
-Engines built from it run at the large model's speed. What they say means nothing.
+The shape is that of Qwen3-14B; tokenizer, vocabulary and chat template are those of the default model, so that text can
+be used. Engines built from it run nearly at the large model's speed: with 49k tokens in the vocabulary in place of
+152k, a decode step reads about 1 GB less, some 4 %. What they say means nothing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,8 @@ class StubServer:
     tells_cached: bool = True
     tells_block_size: bool = True
     tls: ssl.SSLContext | None = None
+    cards: Sequence[dict[str, Any]] = ()
+    """What it says that it serves, where that is more than `model`, as a gateway does."""
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -79,8 +81,9 @@ class StubServer:
         return await handler(request)  # type: ignore[no-any-return]
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": self.model, "object": "model", "root": self.model, "max_model_len": self.engine.max_model_len}
-        return web.json_response({"object": "list", "data": [card]})
+        own = {"id": self.model, "root": self.model, "max_model_len": self.engine.max_model_len}
+        cards = [{"object": "model", **card} for card in self.cards or [own]]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         line = f'vllm:cache_config_info{{mamba_block_size="None",block_size="{self.engine.block_size}",engine="0"}} 1.0'

@@ -24,11 +24,12 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import ChatPingPong, FakeEngine, agent_node, config
-from langgraph_pingpong.config import EngineConfig, check_devices, context_limit, cores_for, gpus_of, parse_devices
+from langgraph_pingpong.config import EngineConfig, check_devices, cores_for, gpus_of, parse_devices
 from langgraph_pingpong.engines import vllm_engine, vllm_setup
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.errors import (
+    CallRefused,
     ConfigError,
     DeviceError,
     EngineNotInstalled,
@@ -41,6 +42,7 @@ from langgraph_pingpong.errors import (
     TemplateRefused,
     UnknownSetting,
 )
+from langgraph_pingpong.model_files import context_limit
 
 if TYPE_CHECKING:
     from tests.conftest import Lab
@@ -203,6 +205,12 @@ class TestVllm:
         wide = ChatPingPong(model=str(model_folder), devices=["cpu:0", "cpu:1"], dtype="float32")
         refused(NotEnoughMemory, r"2 engines need 14\.0 GiB together", wide.start)
 
+    @pytest.mark.parametrize("size", ["abc", "", "1.5", "4GiB", "-1", "nan"])
+    def test_with_a_kv_cache_of_no_size(self, monkeypatch: pytest.MonkeyPatch, model_folder: Path, size: str) -> None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", size)
+        with pytest.raises(ConfigError, match=f"VLLM_CPU_KVCACHE_SPACE is a whole number of GiB.* not '{size}'"):
+            ChatPingPong(model=str(model_folder), **REAL).start()
+
     @staticmethod
     def free_gib(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
         memory = SimpleNamespace(available=int(gib * (1 << 30)))
@@ -251,6 +259,30 @@ class TestSettings:
         refused(UnknownSetting, name, lambda: list(bound.stream("Hello.")))
         assert [engine.starts for engine in lab.engines] == [0, 0]
 
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"logit_bias": {"tide": 1}},
+            {"logit_bias": {5: "much"}},
+            {"logit_bias": [5]},
+            {"max_tokens": "5"},
+            {"max_tokens": 2.5},
+            {"n": "2"},
+            {"logprobs": True, "top_logprobs": "many"},
+        ],
+    )
+    def test_of_a_call_of_the_wrong_type_name_the_setting(self, lab: Lab, wrong: dict[str, Any]) -> None:
+        bound = lab.model().bind(**wrong)
+        name = list(wrong)[-1]
+        refused(CallRefused, f"{name}=.* cannot be: ", lambda: bound.invoke("Hello."))
+        refused(CallRefused, f"{name}=.* cannot be: ", lambda: asyncio.run(bound.ainvoke("Hello.")))
+        refused(CallRefused, f"{name}=.* cannot be: ", lambda: list(bound.stream("Hello.")))
+
+    @pytest.mark.parametrize("bias", [{"5": 1000, "6": -1000, "7": 3}, {5: 100.0, 6: -100, 7: 3}])
+    def test_of_biases_are_what_vllms_server_makes_of_them(self, lab: Lab, bias: dict[Any, float]) -> None:
+        lab.model().bind(logit_bias=bias).invoke("Hello.")
+        assert lab.engines[0].requests[0].sampling["logit_bias"] == {5: 100.0, 6: -100.0, 7: 3.0}
+
     def test_of_a_call_reach_the_engine(self, lab: Lab) -> None:
         model = lab.model(temperature=0.5, seed=1)
         model.invoke("Hello.", temperature=0.0, top_k=5, stop=["."])
@@ -292,6 +324,14 @@ class TestLongPrompts:
         model = lab.model([engine])
         refused(PromptTooLong, "holds 64", lambda: model.invoke("Long " * 40))
         assert (engine.starts, engine.requests) == (1, [])
+
+    def test_are_those_the_engine_refuses_once_it_runs(self, lab: Lab) -> None:
+        engine = lab.engine(kind=Settling, max_model_len=32)
+        model = lab.model([engine])
+        refused(PromptTooLong, "holds 32", lambda: model.invoke("Long " * 5))
+        model.start()
+        assert model.invoke("Long " * 5).text
+        refused(PromptTooLong, "holds 64", lambda: model.invoke("Long " * 40))
 
     def test_of_a_later_node_fail_there_and_nowhere_else(self, lab: Lab) -> None:
         answer = "Long " * 12

@@ -20,14 +20,14 @@ from langgraph_pingpong.bench.checks import check_run
 from langgraph_pingpong.bench.engine_sets import TP_ARGS, EngineSets, EngineSettings, SetKey, memory_shares, merged
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.modes import MODES, in_order, parse_modes
-from langgraph_pingpong.bench.profiles import PROFILES, Work, parse_values, tool_agents
+from langgraph_pingpong.bench.profiles import PROFILES, Work, parse_chains, parse_values, tool_agents
 from langgraph_pingpong.bench.recording import Recorder
 from langgraph_pingpong.bench.runner import Plan
 from langgraph_pingpong.bench.texts import Library
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import ConfigError, DeviceError, RunFailed, UnknownSetting
 
-SMALL = ["--set", "agents=2", "--set", "static=120", "--set", "document=60", "--set", "output=8"]
+SMALL = ["--set", "agents=2", "--set", "static=120", "--set", "document=60", "--set", "output=24"]
 
 
 def bench(path: Path, *options: str, devices: str = "fake:0,fake:1") -> Any:
@@ -261,6 +261,8 @@ def test_rounds_alternate() -> None:
     assert in_order(modes, 1, "fixed") == modes
     with pytest.raises(UnknownSetting, match="Did you mean 'serial'"):
         parse_modes("seriel")
+    with pytest.raises(ConfigError, match="names no mode"):
+        parse_modes(" ,")
 
 
 def test_warm_ups_come_only_before_kinds_that_have_runs_left() -> None:
@@ -287,6 +289,23 @@ def test_texts_have_the_length_and_a_beginning_of_their_own() -> None:
 def test_values_are_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="is not of the form name=1,2,3"):
         parse_values([text])
+
+
+def test_nobody_and_nothing_to_say_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--set agents needs values of at least 1"):
+        list(PROFILES["long-prefill"].cases("fake", {"static": [0], "agents": [2, 0]}))
+
+
+@pytest.mark.parametrize("text", ["x", "", "0", "1,-2"])
+def test_chains_at_once_are_told_by_their_own_option(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--chains {text} is not of the form 1,2,4"):
+        parse_chains(text)
+    assert parse_chains("1,8") == [1, 8]
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "--devices", "fake:0,fake:1", "--output", str(tmp_path)])
+    assert (done.exit_code, f"{tmp_path} cannot be written" in done.stderr) == (2, True)
 
 
 def test_memory_is_shared_by_the_engines_of_a_device() -> None:

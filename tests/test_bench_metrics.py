@@ -9,9 +9,9 @@ import pytest
 
 from langgraph_pingpong.bench import metrics, turn_metrics
 from langgraph_pingpong.bench.document import Text
-from langgraph_pingpong.bench.groups import compare, named, varying
+from langgraph_pingpong.bench.groups import Group, compare, hidden_share, named, varying
 from langgraph_pingpong.bench.lines import Results
-from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.bench.timeline import middle_run, timeline
 from langgraph_pingpong.bench.turn_report import turn_blocks
 
 
@@ -238,6 +238,12 @@ def test_groups_and_their_baseline() -> None:
     assert named(large.case, ["static"]) == "static 100"
 
 
+def test_only_modes_with_edges_hide_something() -> None:
+    base = Group("serial", (), 1, SERIAL)
+    assert hidden_share(Group("pingpong", (), 1, QUICK), base) == metrics.hidden_share(QUICK, SERIAL)
+    assert hidden_share(Group("tp2-serial", (), 1, QUICK), base) is None
+
+
 def test_the_timeline() -> None:
     run = chain(200, (50, 10))
     for told in run["events"]:
@@ -271,7 +277,10 @@ def test_the_timeline() -> None:
         ("A", "B", True),
     ]
     assert run["events"][-1]["data"] == {"agent": 1}  # the line stays as it was
-    assert median_run([chain(3, (1,)), chain(1, (1,)), chain(2, (1,))])["e2e_ms"] == 2
+    run, which = middle_run([chain(3, (1,)), chain(1, (1,)), chain(2, (1,))])
+    assert (run["e2e_ms"], which) == (2, "the median run")
+    run, which = middle_run([chain(3, (1,)), chain(2, (1,))])
+    assert (run["e2e_ms"], which) == (2, "the faster of the two runs in the middle"), "their mean is the median"
 
 
 def test_shares_by_node_and_edge() -> None:
@@ -323,9 +332,22 @@ def tool_run(*turns: dict[str, Any], warmup: int = 0) -> dict[str, Any]:
 
 
 def test_where_the_time_of_a_turn_goes() -> None:
-    parts = turn_metrics.mean_breakdown([tool_run(turn(0, 0, 100))])
+    (parts,) = turn_metrics.breakdowns(tool_run(turn(0, 0, 100)))
     assert parts == turn_metrics.Breakdown(wait=6, ttft=9, decode=38, tool=40, hand_over=7)
     assert parts.turn == 100
+
+
+def test_parts_of_turns_are_told_with_their_percentiles() -> None:
+    parts = turn_metrics.parts_of_turns([tool_run(turn(0, 0, 100)), tool_run(turn(0, 0, 130))])
+    assert {name: (figures.mean, figures.min, figures.max) for name, figures in parts.items()} == {
+        "wait": (6, 6, 6),
+        "ttft": (9, 9, 9),
+        "decode": (53, 38, 68),
+        "tool": (40, 40, 40),
+        "hand_over": (7, 7, 7),
+        "turn": (115, 100, 130),
+    }
+    assert turn_metrics.parts_of_turns([]) == {}
 
 
 def test_turns_count_in_the_steady_state_only() -> None:

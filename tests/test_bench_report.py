@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from langgraph_pingpong.bench.document import Heading, Picture, Table, Text, to_html, to_markdown
 from langgraph_pingpong.bench.lines import Results
+from langgraph_pingpong.bench.metrics import Figures
 from langgraph_pingpong.bench.report import report
 from langgraph_pingpong.bench.results import BEGIN, END, committed, main, section, title_of, with_section
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import OtherResults
+from langgraph_pingpong.viz import figures
 
 PNG = b"\x89PNG"
 
@@ -75,6 +77,33 @@ def test_the_baseline_can_be_chosen(folder: Path) -> None:
     assert "Baseline: pingpong." in to_markdown(report(results, "x", "pingpong"))
 
 
+def test_a_baseline_that_did_not_run_is_refused(folder: Path) -> None:
+    done = run("report", str(folder / "chain.jsonl"), "--baseline", "nope")
+    assert (done.exit_code, "No run is of the mode 'nope'" in done.stderr) == (2, True)
+
+
+def test_files_of_one_name_are_all_told_and_never_written_over_each_other(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "chain.jsonl"
+    other.write_text((folder / "chain.jsonl").read_text().replace('"title": ""', '"title": "The other one"', 1))
+    files = [str(folder / "chain.jsonl"), str(other)]
+    done = run("report", *files)
+    assert (done.exit_code, "The other one" in done.output, "long-prefill" in done.output) == (0, True, True)
+    assert done.output.count("Baseline: serial.") == 2
+    done = run("report", *files, "--out", str(tmp_path / "out"))
+    assert (done.exit_code, "have one name" in done.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_where_nothing_can_be_written_is_told(folder: Path, tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path if option == "--html" else tmp_path / "file"
+    first = (folder / "chain.jsonl").read_text().splitlines(keepends=True)[0]
+    (tmp_path / "x.jsonl").write_text(first)
+    done = run("report", str(tmp_path / "x.jsonl"), option, str(place))
+    assert (done.exit_code, f"{option} {place} cannot be written" in done.stderr) == (2, True)
+
+
 def test_figures_are_drawn_and_the_page_holds_them(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [str(folder / "chain.jsonl"), str(folder / "grid.jsonl")]
@@ -95,12 +124,29 @@ def test_figures_are_drawn_and_the_page_holds_them(folder: Path, tmp_path: Path)
     assert "<script" not in page
 
 
+def test_every_run_is_seen_in_its_figure() -> None:
+    pytest.importorskip("matplotlib")
+    by_mode = {"serial": Figures.of([90.0, 100.0, 80.0]), "pingpong": Figures.of([70.0, 75.0, 60.0])}
+    (axes,) = figures.e2e_runs(by_mode).axes
+    assert axes.get_ylim() == (0, pytest.approx(110)), "the slowest run is not on the edge"
+    assert list(axes.get_xticks()) == [0, 1, 2]
+    assert len({line.get_marker() for line in axes.get_lines()}) == 2
+    bars = figures.ttft_bars({mode: {"A": each} for mode, each in by_mode.items()})
+    for each in (axes, *bars.axes):
+        each.figure.draw_without_rendering()
+        legend = each.get_legend()
+        assert legend is not None
+        assert legend.get_window_extent().x0 >= each.get_window_extent().x1 - 1
+
+
 def test_what_is_no_file_of_results_is_told(tmp_path: Path) -> None:
     done = run("report", str(tmp_path / "none.jsonl"))
     assert (done.exit_code, "cannot be read" in done.stderr) == (2, True)
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
     done = run("report", str(tmp_path / "x.jsonl"))
     assert (done.exit_code, "tells no setup" in done.stderr) == (2, True)
+    done = run("report", "docs/results/demo-cpu.jsonl")
+    assert (done.exit_code, "of another benchmark" in done.stderr) == (2, True)
     with pytest.raises(OtherResults):
         Results.read(tmp_path)
 

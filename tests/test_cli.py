@@ -247,6 +247,11 @@ def test_one_device_is_told_that_nothing_overlaps() -> None:
     assert "Nothing was prefilled ahead: that takes two devices" in result.stdout
 
 
+def test_a_context_of_less_than_nothing_is_refused() -> None:
+    result = chain_run("chain", "--max-model-len", "-5")
+    assert (result.exit_code, "Invalid value for '--max-model-len'" in result.stderr) == (2, True)
+
+
 def test_options_reach_the_graph_and_settings_the_model(tune: Callable[..., None]) -> None:
     asked: list[Any] = []
 
@@ -398,6 +403,10 @@ def test_a_turn_that_only_one_run_had_keeps_its_row(capsys: pytest.CaptureFixtur
         (["test_cli:chain", "--task", "x", "--trace", "no/folder/t.jsonl"], "--trace no/folder/t.jsonl cannot be"),
         (["test_cli:chain", "--task", "x", "--devices", "gpu:0"], "Unknown device 'gpu:0'"),
         (["graphs.five_agents", "--task", "x"], "The state has no document"),
+        (
+            ["graphs.router", "--task", "x", "--set", "brief_tokens=5"],
+            "The graph refused --set brief_tokens=5: A brief",
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_line(args: list[str], says: str, stopped: list[str]) -> None:

@@ -15,6 +15,7 @@ from langgraph_pingpong.bench import doctor
 from langgraph_pingpong.bench.calibration import calibrate, takes_appends
 from langgraph_pingpong.bench.cost_model import Place, Speeds, Workload, advise, pays_from, predict
 from langgraph_pingpong.bench.doctor import Answers, Memory, Sizes, checklist, fit, link_in_words, links, sizes_of
+from langgraph_pingpong.bench.engine_sets import EngineSettings
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.errors import ModelNotFound
@@ -163,6 +164,47 @@ def test_the_command_looks_measures_and_advises() -> None:
     for text in ("fake:1", "sound", "ping-pong", "tensor parallel", "Advice: ", "yes: 4,506 tokens", "not said"):
         assert text in done.output
     assert "is taken to be" not in done.output, "it was measured"
+
+
+def test_on_cpus_one_engine_is_measured_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake devices that are taken for CPUs: an engine that runs alone is three times as fast there."""
+    found: list[int] = []
+
+    async def calibrated(engine: FakeEngine) -> Speeds:
+        found.append(1)
+        return SPEEDS if len(found) == 1 else SPEEDS.faster(3)
+
+    monkeypatch.setattr("langgraph_pingpong.bench.calibration.calibrate", calibrated)
+    monkeypatch.setattr(EngineSettings, "kind", "cpu")
+    monkeypatch.setattr("langgraph_pingpong.cli.doctor._fit", lambda settings: (None, None))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    done = CliRunner().invoke(app, ["doctor", "--devices", "fake:0,fake:1"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "it prefills 3.0 times as fast as one of several" in done.output
+    assert "Advice: ping-pong" not in done.output
+    assert "one alone" in done.output
+
+
+def test_one_engine_with_all_cores_may_win() -> None:
+    quick = replace(PAIR, gpus=False, alone=SPEEDS.faster(3))
+    assert predict(WORK, quick)["serial"] == pytest.approx(predict(WORK, PAIR)["serial"] / 3)
+    assert predict(WORK, quick)["ping-pong"] == predict(WORK, PAIR)["ping-pong"]
+    assert advise(WORK, replace(PAIR, gpus=False)).topology == "ping-pong"
+    assert advise(WORK, quick).topology == "same-device overlap"
+
+
+@pytest.mark.parametrize("option", ["--static", "--document"])
+def test_lengths_below_nothing_are_refused(option: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--devices", "fake:0", option, "-5000"], env={"COLUMNS": "200"})
+    assert (done.exit_code, f"Invalid value for '{option}'" in done.stderr) == (2, True)
+
+
+def test_a_cache_size_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape(tmp_path)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "abc")
+    command = ["doctor", "--devices", "cpu:0", "--model", str(tmp_path), "--no-calibrate"]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert (done.exit_code, "VLLM_CPU_KVCACHE_SPACE is 'abc'" in done.stderr) == (2, True)
 
 
 def test_without_an_engine_it_gives_no_advice() -> None:

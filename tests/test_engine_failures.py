@@ -74,11 +74,11 @@ def processes_of(model: ChatPingPong, index: int) -> list[psutil.Process]:
     return [psutil.Process(process.pid) for process in manager.processes]
 
 
-def kill(model: ChatPingPong, index: int) -> None:
+def kill(model: ChatPingPong, index: int, by: signal.Signals = signal.SIGKILL) -> None:
     """End the process of an engine as an operator or the kernel would."""
     for process in processes_of(model, index):
         assert process in psutil.Process().children(recursive=True)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.pid, by)
 
 
 @contextlib.contextmanager
@@ -152,9 +152,22 @@ def serves_again(model: ChatPingPong, record: Recorder, expected: tuple[dict[str
     assert {event.device for event in record.named("generate.started")[-2:]} == set(DEVICES)
 
 
+def test_told_to_end_during_the_first_nodes_decode(
+    model: ChatPingPong, record: Recorder, expected: tuple[dict[str, Any], list[str]], lab: Lab
+) -> None:
+    """vLLM then ends its answers as if they were complete, with the finish reason `abort`."""
+    with at(model, "first_token", "writer", lambda: kill(model, 0, signal.SIGTERM), 0.2):
+        assert lab.chain(model).invoke(TASK) == expected[0]
+    (moved,) = record.named("failover", "writer")
+    assert 0 < moved.data["said"] < 24
+    assert died(record)[0] == DEVICES[0]
+    serves_again(model, record, expected, lab)
+
+
 def test_killed_while_idle(
     model: ChatPingPong, record: Recorder, expected: tuple[dict[str, Any], list[str]], lab: Lab
 ) -> None:
+    model.reset_prefix_cache()  # a run may start where its prompt is cached
     kill(model, 0)
     time.sleep(2)
     assert lab.chain(model).invoke(TASK) == expected[0]

@@ -19,6 +19,7 @@ from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, EngineDead, EngineError, ServerFailed
 from langgraph_pingpong.trace import Event
 from tests.conftest import ASSISTANT, Lab, byte_tokenizer, going_on, pseudo_words, wait_until
+from tests.test_token_families import qwen_3
 
 if TYPE_CHECKING:
     from tests.conftest import Recorder
@@ -170,6 +171,40 @@ class TestInMidAnswer:
         assert message.response_metadata["finish_reason"] == "stop"
         assert record.named("failover")[0].data["said"] == max(0, after - len("Result:"))
         assert message.usage_metadata["output_tokens"] == len("The tide\nResult:")
+
+    @pytest.mark.parametrize("stop", ["\nResult:", "\nObservation:", "\n\n"])
+    @pytest.mark.parametrize("after", range(5, 20, 2))
+    def test_text_that_ends_within_a_token_is_said_once(self, lab: Lab, after: int, stop: str) -> None:
+        """Text that may become a stop string is held back by characters, not by tokens."""
+        text = "The bakery oven heats slowly, so the bread is underbaked while the crust is already rather dark."
+        reply = going_on(lambda prompt: text)
+        model, record = started(lab, reply=reply, speed={"kind": DiesOnce, "tokenizer": qwen_3()})
+        lab.engines[0].dies_after = after
+        assert "".join(chunk.text for chunk in model.stream("Tell me.", stop=[stop])) == text
+        assert record.named("failover")
+
+    def test_what_goes_on_otherwise_is_one_clear_error(self, lab: Lab) -> None:
+        replies = iter(["The bakery oven heats slowly, so it is.", "other words, and so on."])
+        speed = {"kind": DiesOnce, "tokenizer": qwen_3()}
+        model, _ = started(lab, reply=lambda prompt: next(replies), speed=speed)
+        lab.engines[0].dies_after = 6
+        with pytest.raises(EngineError, match=r"fake:0 died.* fake:1 goes on with another one"):
+            model.invoke("Tell me.", stop=["\nObservation:"])
+
+    @pytest.mark.parametrize("overlap", ["on", "off"])
+    @pytest.mark.parametrize("said", ["", "The oven "])
+    def test_an_answer_that_was_given_up_is_not_complete(self, lab: Lab, said: str, overlap: str) -> None:
+        """An engine that is told to end, or paused, ends its answers with the finish reason `abort`."""
+        whole = "The oven is hot at six."
+        cut = [
+            Delta(said, tuple(byte_tokenizer().encode(said, add_special_tokens=False))),
+            Delta(finish_reason="abort"),
+        ]
+        other = lab.engine("fake:1", reply=going_on(lambda prompt: whole))
+        model = lab.model([lab.engine("fake:0", reply=lambda prompt: cut), other], overlap=overlap)
+        record = lab.record(model)
+        assert lab.chain(model, ("writer",)).invoke(TASK)["writer"] == whole
+        assert [event.data["said"] for event in record.named("failover")] == [len(said)]
 
     @pytest.mark.parametrize("after", range(1, 8))
     def test_an_unfinished_character_is_said_whole(self, lab: Lab, after: int) -> None:

@@ -17,8 +17,12 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from langchain.agents import create_agent
 from langchain_core.language_models import FakeListChatModel
-from langgraph.graph import END, START, StateGraph
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Send
 from typer.testing import CliRunner
 from typing_extensions import TypedDict
@@ -32,6 +36,7 @@ from langgraph_pingpong.viz.graph_image import loop_path
 from langgraph_pingpong.viz.graph_layout import Layout, Route, lay_out
 from langgraph_pingpong.viz.graph_parts import Edge, Picture, picture_of
 from langgraph_pingpong.viz.graph_rows import Box
+from langgraph_pingpong.viz.graph_style import EDGES
 from tests.attentive import attentive
 
 HERE = Path(__file__).parent
@@ -176,6 +181,56 @@ def test_after_a_run_edges_show_what_the_certificates_say(model: ChatPingPong) -
         ahead = f"{found.figures.tokens:,} tokens ahead"
         assert (ahead in found.lines) is (node != "researcher")
     assert edge(picture, "writer", "__end__").lines == []
+
+
+@tool
+def tide(place: str) -> str:
+    """When the tide is low."""
+    time.sleep(0.1)
+    return f"Low tide in {place} is at four."
+
+
+def asking_for_the_tide(prompt: str) -> str:
+    call = json.dumps({"name": "tide", "arguments": {"place": "Oslo"}})
+    return "It is at four." if "<tool_response>" in prompt else f"<tool_call>\n{call}\n</tool_call>"
+
+
+def tool_loop(model: Any) -> Any:
+    bound = model.bind_tools([tide])
+    builder = StateGraph(MessagesState).add_node("model", lambda state: {"messages": [bound.invoke(state["messages"])]})
+    builder.add_node("tools", ToolNode([tide])).add_edge(START, "model")
+    return builder.add_conditional_edges("model", tools_condition).add_edge("tools", "model").compile()
+
+
+def test_a_run_that_called_tools_is_drawn() -> None:
+    with EnginePool([FakeEngine(f"fake:{index}", reply=asking_for_the_tide) for index in range(2)]) as pool:
+        model = ChatPingPong(pool=pool, max_tokens=200)
+        graph, events = tool_loop(model), []
+        with model.trace.subscribed(events.append):
+            graph.invoke({"messages": [HumanMessage("Tell me of the sea. " * 20)]})
+        loop = edge(picture_of(graph, events), "model", "model")
+        assert (loop.prompt_source, loop.between_calls) == ("tools", True)
+        assert loop.figures is not None and loop.figures.tokens > 0
+        assert '|"tools<br/>' in draw_streaming(graph, trace=events)
+        assert "tools: prefilled while tools run" in str(draw_streaming(graph, trace=events))
+        assert EDGES["tools"].colour in str(draw_streaming(graph, "svg", trace=events))
+
+
+def test_an_agent_reads_its_tools_from_the_first_run_on(model: ChatPingPong) -> None:
+    graph = create_agent(model, [tide])
+    assert source(graph, "model", "model") == "tools"
+    streaming_edges(graph, off={"model"})
+    assert [each for each in picture_of(graph).edges if each.prompt_source] == []
+
+
+def test_a_node_whose_tools_have_several_nodes_has_one_loop(model: ChatPingPong) -> None:
+    builder = StateGraph(MessagesState).add_node(
+        "asker", agent_node(model, prompt=lambda s: s["messages"], writes="messages")
+    )
+    for name in ("tides", "winds"):
+        builder.add_node(name, ToolNode([tide])).add_edge(name, "asker")
+    builder.add_conditional_edges("asker", lambda state: "tides", ["tides", "winds"]).add_edge(START, "asker")
+    assert source(builder.compile(), "asker", "asker") == "tools"
 
 
 def finish(run: str, node: str, upstream: str | None, tokens: int, ttft_ms: float, device: str = "fake:0") -> Event:
@@ -423,6 +478,7 @@ def test_the_command_shows_mermaid_and_starts_nothing(monkeypatch: pytest.Monkey
     ("arguments", "message"),
     [
         (("graphs.nothing",), "no module 'graphs.nothing'"),
+        (("graphs.router", "--set", "brief_tokens=5"), "A brief needs at least 50 tokens"),
         (("graphs.router", "--out", "x.gif"), "has to end in .svg, .png, .mmd"),
         (("graphs.router", "--trace", "none.jsonl"), "none.jsonl cannot be read"),
         (("graphs.router", "--out", "/dev/null/x.svg"), "cannot be written"),

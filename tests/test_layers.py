@@ -18,8 +18,8 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 
 LAYERS = """
 errors certificate
-trace segments signals engines.base exact same_device kv_budget going_first
-growing config default_model loop engines.main_guard engines.orphans engines.prompt_scheduler speculation
+trace segments signals environment keys engines.base exact same_device kv_budget going_first
+growing config model_files default_model loop engines.main_guard engines.orphans engines.prompt_scheduler speculation
 tokens placement
 health growing_prompt evictions kv_handles kv_planner
 anchors kv_transfer
@@ -27,7 +27,8 @@ pool
 failover
 streaming_edge edges
 engines.fake_kv engines.vllm_kv
-engines.fake_engine engines.vllm_appends engines.vllm_setup engines.vllm_text engines.server_answers
+engines.fake_engine engines.vllm_appends engines.vllm_calls engines.vllm_setup engines.vllm_text
+engines.vllm_outputs engines.server_answers
 outgoing
 tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
@@ -52,10 +53,11 @@ HOSTS = {
     "vllm": (
         *("engines.vllm_engine", "engines.vllm_appends", "engines.vllm_kv", "engines.vllm_parsers"),
         *("engines.prompt_scheduler", "engines.vllm_setup", "engines.vllm_text"),
+        *("engines.vllm_calls", "engines.vllm_outputs"),
     ),
     "openai": ("engines.server_engine", "engines.server_answers", "engines.server_processes"),
     "torch": ("default_model", "bench"),
-    "transformers": ("tokens", "config", "default_model", "engines.fake_engine", "bench.doctor"),
+    "transformers": ("tokens", "model_files", "default_model", "engines.fake_engine", "bench.doctor"),
     "matplotlib": ("viz",),
     "plotly": ("viz",),
     "tokenizers": ("segments", "default_model", "engines.fake_engine"),
@@ -72,6 +74,7 @@ BELOW_THE_HOSTS = (
     "segments",
     "growing",
     "config",
+    "model_files",
     "tokens",
     "loop",
     "pool",

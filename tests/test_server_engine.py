@@ -9,17 +9,19 @@ import ipaddress
 import json
 import ssl
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from graphs.five_agents import CHAIN
@@ -31,12 +33,14 @@ from langgraph_pingpong.engines.base import Delta, Request
 from langgraph_pingpong.engines.fake_engine import fake_tokenizer
 from langgraph_pingpong.engines.server_engine import ServerEngine, build_server_engines
 from langgraph_pingpong.errors import (
+    BadKey,
     BaseUrlError,
     CallRefused,
     CallTimedOut,
     ConfigError,
     EngineDead,
     PingPongError,
+    ServerBusy,
     ServerFailed,
     SettingOfServers,
     UnknownSetting,
@@ -154,7 +158,7 @@ class TestStart:
             with pytest.raises(ServerFailed, match=match) as error:
                 await engine.start()
         assert engine.device in str(error.value)
-        assert str(error.value).endswith("\n" + ServerFailed.hint)
+        assert str(error.value).endswith("\n" + type(error.value).hint)
         with pytest.raises(EngineDead):
             await deltas(engine, request())
 
@@ -184,6 +188,25 @@ class TestStart:
     async def test_the_same_model_elsewhere(self, here: str) -> None:
         async with started(stub(model="org/large"), model=here) as engine:
             assert await engine.prefill(request()) == 0
+
+    @pytest.mark.parametrize(
+        ("more", "length"),
+        [
+            ([{"id": "stub", "root": "stub", "max_model_len": 512}], 512),
+            ([{"id": "small", "max_model_len": 512}, {"id": "stub", "root": "/adapter", "parent": "small"}], 512),
+            ([{"id": "small", "max_model_len": 131072}, {"id": "stub", "root": "/adapter"}], 131072),
+        ],
+    )
+    async def test_among_several_models_the_length_is_its_own(self, more: list[dict[str, Any]], length: int) -> None:
+        big = {"id": "big", "root": "big", "max_model_len": 131072}
+        async with started(stub(cards=[big, *more])) as engine:
+            assert engine.max_model_len == length
+
+    async def test_a_length_that_only_other_models_tell_is_not_taken(self) -> None:
+        cards = [{"id": "big", "max_model_len": 131072}, {"id": "small", "max_model_len": 512}, {"id": "stub"}]
+        async with stub(cards=cards).serving() as url:
+            with pytest.raises(ServerFailed, match="does not tell the max_model_len of stub"):
+                await engine_for(url).start()
 
     async def test_servers_of_different_context_lengths(self) -> None:
         first, second = stub(), stub()
@@ -339,6 +362,13 @@ DURING: dict[str, tuple[Fault, type[PingPongError], str]] = {
         r"status 500: engine died",
     ),
     "nonsense within": (writes("data: <html>\n\n"), ServerFailed, r"could not be read: \w+"),
+    "given up": (
+        writes(
+            'data: {"id": "1", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n'
+        ),
+        ServerFailed,
+        r"gave the request up",
+    ),
     "too short": (writes("data: [DONE]\n\n"), ServerFailed, r"ended its answer before it was complete"),
     "too short, no end": (writes(""), ServerFailed, r"ended its answer before it was complete"),
 }
@@ -452,6 +482,53 @@ class TestKey:
                 await engine_for(url, api_key=KEY).start()
         assert KEY not in "".join(traceback.format_exception(error.value))
 
+    @pytest.mark.parametrize(
+        ("key", "match"),
+        [
+            (f"{KEY}\n", "white space or a line break"),
+            (f"{KEY}\r", "white space or a line break"),
+            (f" {KEY}", "white space or a line break"),
+            (f"{KEY}\u00e9", "no HTTP header can carry"),
+            (f"{KEY}\n{KEY}", "no HTTP header can carry"),
+            (f"{KEY}\0", "no HTTP header can carry"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", [str, SecretStr])
+    def test_that_cannot_be_sent_is_refused_unseen_where_the_model_is_made(
+        self, key: str, match: str, kind: Callable[[str], Any]
+    ) -> None:
+        for make in (ChatPingPong, engine_pool):
+            given = key if make is engine_pool else kind(key)
+            with pytest.raises(BadKey, match=match) as error:
+                make(model="stub", base_urls=[UNREACHABLE], api_key=given)
+            assert KEY not in "".join(traceback.format_exception(error.value))
+
+    def test_of_another_type_is_refused_unseen(self) -> None:
+        with pytest.raises(BadKey, match="not of type bytes") as error:
+            engine_pool(model="stub", base_urls=[UNREACHABLE], api_key=KEY.encode())
+        assert KEY not in str(error.value)
+
+    async def test_is_not_shown_by_what_lies_behind_an_error(self) -> None:
+        def refuse(request: Any) -> Any:
+            try:
+                raise ValueError(f"Illegal header value {f'Bearer {odd}'.encode()!r}")
+            except ValueError as error:
+                raise httpx.ConnectError("out of order") from error
+
+        odd = f"{KEY}\\'\""
+        client = lambda: httpx.AsyncClient(transport=httpx.MockTransport(refuse))  # noqa: E731
+        with pytest.raises(ServerFailed, match="out of order") as error:
+            await engine_for(UNREACHABLE, api_key=odd, http_client=client).start()
+        assert KEY not in "".join(traceback.format_exception(error.value))
+
+    async def test_is_not_shown_in_part_where_a_long_message_is_cut(self) -> None:
+        for before in range(server_engine.MAX_CAUSE - len(KEY), server_engine.MAX_CAUSE + 1):
+            quoting = answers(401, json.dumps({"error": {"message": "." * before + KEY}}))
+            async with stub(fault=quoting, fault_at="/v1/models").serving() as url:
+                with pytest.raises(ServerFailed) as error:
+                    await engine_for(url, api_key=KEY).start()
+            assert KEY[:3] not in str(error.value)
+
     def test_is_in_no_repr_and_no_trace(self, two_stubs: list[StubServer], lab: Lab) -> None:
         for server in two_stubs:
             server.key = KEY
@@ -533,6 +610,49 @@ def test_a_server_that_fails_prefills_costs_the_edge_only(two_stubs: list[StubSe
         result = lab.chain(model).invoke({"task": "Say it."})
     assert len(result["critic"]) == 40
     assert "no prefill today" in record.certificate("critic")["fallback"]
+
+
+class TestBusyServers:
+    """What has a low priority waits for all others' answers, and so does a probe that has one."""
+
+    @staticmethod
+    def waits(fault: Fault) -> Fault:
+        async def with_priority(request: web.Request, begun: web.StreamResponse | None) -> web.StreamResponse | None:
+            return await fault(request, begun) if (await request.json()).get("priority") else None
+
+        return with_priority
+
+    async def test_can_be_started_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 0.3)
+        async with started(stub("ab", fault=self.waits(stalls()))) as engine:
+            assert engine._known.takes_priority
+            assert [delta.text for delta in await deltas(engine, request())] == ["a", "b"]
+
+    async def test_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with started(server := stub("ab")) as engine:
+            monkeypatch.setattr(server_engine, "START_TIMEOUT_S", 0.3)
+            server.fault = self.waits(stalls())
+            await engine.restart()
+            assert [body.get("priority") for body in server.bodies] == [None]
+            assert engine._known.takes_priority
+
+    @pytest.mark.parametrize(("fault", "why"), [(stalls(), "did not answer in time"), (answers(429), "status 429")])
+    def test_are_not_out_of_use_for_a_prefill(self, two_stubs: list[StubServer], fault: Fault, why: str) -> None:
+        with model_on(two_stubs, timeout=0.6).start() as model:
+            pool = model._serving().pool
+            two_stubs[1].fault = self.waits(fault)
+            with pytest.raises(ServerBusy, match=why):
+                pool.loop.run(pool.lease(1).prefill(request()))
+            assert pool.health.is_up(1)
+            two_stubs[1].fault = fault
+            with pytest.raises(ServerBusy, match=why):
+                pool.loop.run(first_of(pool.lease(1).generate(request())))
+            assert not pool.health.is_up(1)
+
+
+async def first_of(deltas: AsyncGenerator[Delta]) -> Delta:
+    async with contextlib.aclosing(deltas):
+        return await anext(deltas)
 
 
 def test_a_call_is_bounded_by_its_timeout(two_stubs: list[StubServer]) -> None:

@@ -67,7 +67,8 @@ class Workload:
 class Place:
     """What there is: devices, the link between them, whether the weights fit twice, and measured speeds.
 
-    `tp` are the speeds of an engine over all devices, if they were measured.
+    `tp` are the speeds of an engine over all devices, if they were measured. `alone` are those of an engine that runs
+    alone, where it has more of the machine than one of several: on CPUs all cores.
     """
 
     devices: int
@@ -76,6 +77,12 @@ class Place:
     speeds: Speeds
     tp: Speeds | None = None
     gpus: bool = True
+    alone: Speeds | None = None
+
+    @property
+    def single(self) -> Speeds:
+        """The speeds of the one engine of serial and same-device overlap."""
+        return self.alone or self.speeds
 
 
 def serial_s(work: Workload, speeds: Speeds) -> float:
@@ -108,8 +115,8 @@ def predict(work: Workload, place: Place) -> dict[Topology, float]:
     """End to end in each topology that is possible here, s. Chains at once share what engines there are."""
     speeds = place.speeds
     times: dict[Topology, float] = {
-        "serial": serial_s(work, speeds),
-        "same-device overlap": same_device_s(work, speeds),
+        "serial": serial_s(work, place.single),
+        "same-device overlap": same_device_s(work, place.single),
     }
     if place.devices > 1 and place.fits_twice:
         times["ping-pong"] = ping_pong_s(work, speeds)
@@ -149,14 +156,17 @@ def advise(work: Workload, place: Place) -> Advice:
 def _reasons(work: Workload, place: Place, times: Mapping[Topology, float]) -> list[str]:
     speeds = place.speeds
     prefill, decode = work.static * speeds.prefill_s, work.output * speeds.step_s
-    share = (work.agents - 1) * prefill / times["serial"]
+    share = (work.agents - 1) * work.static * place.single.prefill_s / times["serial"]
     hidden = min(1.0, decode / prefill) if prefill else 1.0
     reasons = [
         f"Prefilling the static prefixes of the agents after the first takes {share:.0%} of a serial run.",
         f"An answer of {work.output:,} tokens takes {decode:.2f} s, a static prefix of {work.static:,} takes "
         f"{prefill:.2f} s: {hidden:.0%} of it fits beside the answer.",
-        _of_mixing(work, speeds),
+        _of_mixing(work, place.single),
     ]
+    if place.alone is not None:
+        faster = speeds.prefill_s / place.alone.prefill_s
+        reasons.append(f"One engine alone has all cores: it prefills {faster:.1f} times as fast as one of several.")
     if place.devices < 2:
         reasons.append("There is one device, so prefills can only ride on its own decode steps.")
     elif not place.fits_twice:

@@ -230,11 +230,14 @@ def advice_blocks(work: Workload, place: Place, advice: Advice) -> Iterator[Bloc
         f"{work.chains} chain(s) of {work.agents} agents, static prefixes of {work.static:,} tokens, answers of "
         f"{work.output:,} and at last {work.last_output:,}."
     )
-    speeds = place.speeds
-    yield Table(
-        ["prefill, tokens/s", "decode step, ms", "first token of a cached prompt, ms", "slowing by 1,000 tokens, ms"],
-        [[f"{1 / speeds.prefill_s:,.0f}", *(f"{1000 * each:.1f}" for each in _told(speeds))]],
-    )
+    measured = {"one a device": place.speeds, "one alone": place.alone, "one over all": place.tp}
+    rows = [
+        [name, f"{1 / each.prefill_s:,.0f}", *(f"{1000 * value:.1f}" for value in _told(each))]
+        for name, each in measured.items()
+        if each is not None
+    ]
+    head = ["prefill, tokens/s", "decode step, ms", "first token of a cached prompt, ms", "slowing by 1,000 tokens, ms"]
+    yield Table(["engine", *head], rows)
     serial = predict(work, place)["serial"]
     rows = [
         [name, f"{time:.2f}", f"{1 - time / serial:+.1%}", _from(work, place, name)]

@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from langgraph_pingpong.bench import metrics
 from langgraph_pingpong.bench.lines import Line, Results
+from langgraph_pingpong.bench.modes import MODES
+from langgraph_pingpong.errors import ConfigError
 
 Case = tuple[tuple[str, int], ...]
 
@@ -25,6 +28,13 @@ class Group:
         """The mode, and how many chains at once if that is more than one."""
         return f"{self.mode} x{self.chains}" if self.chains > 1 else self.mode
 
+    @property
+    def has_edges(self) -> bool:
+        """Whether it may prefill ahead: others hide nothing. Of a mode that is not known any more: whether it did."""
+        if self.mode in MODES:
+            return MODES[self.mode].overlaps
+        return any(agent["static"] or agent["streamed"] for run in self.runs for agent in run["agents"])
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -42,7 +52,11 @@ class Compared:
 
 
 def compare(results: Results, baseline: str | None = None) -> list[Compared]:
-    """The counted runs of a file, case by case."""
+    """The counted runs of a file, case by case.
+
+    Raises:
+        ConfigError: none of them is of the mode that was asked for as the baseline.
+    """
     runs = defaultdict(list)
     for run in results.counted:
         runs[tuple(run["case"].items()), run["mode"], run["chains"]].append(run)
@@ -50,11 +64,19 @@ def compare(results: Results, baseline: str | None = None) -> list[Compared]:
         Group(mode, case, chains, sorted(of_group, key=lambda run: int(run["run"])))
         for (case, mode, chains), of_group in runs.items()
     ]
-    mode = baseline or default_baseline(results, {group.mode for group in groups})
+    modes = sorted({group.mode for group in groups})
+    if baseline and modes and baseline not in modes:
+        raise ConfigError(f"No run is of the mode {baseline!r}, which was to be the baseline: take {', '.join(modes)}.")
+    mode = baseline or default_baseline(results, set(modes))
     order = {name: place for place, name in enumerate(dict.fromkeys(run["mode"] for run in results.runs))}
     groups.sort(key=lambda group: (order[group.mode], group.chains))
     cases = dict.fromkeys(group.case for group in sorted(groups, key=lambda group: group.case))
     return [Compared(case, [group for group in groups if group.case == case], mode) for case in cases]
+
+
+def hidden_share(group: Group, base: Group) -> float | None:
+    """What edges hid of what there was to hide; None where there are none, or where it is not defined."""
+    return metrics.hidden_share(group.runs, base.runs) if group.has_edges else None
 
 
 def default_baseline(results: Results, modes: set[str]) -> str:

@@ -71,6 +71,8 @@ class Results:
             raise OtherResults(f"{path} cannot be read: {error}.") from None
         except (ValueError, LookupError, TypeError):
             raise OtherResults(f"{path} is no file of results: its first line tells no setup.") from None
+        if "profile" not in setup:
+            raise OtherResults(f"{path} holds results of another benchmark.")
         return cls(setup, lines[1:])
 
 
@@ -86,7 +88,7 @@ class ResultsFile:
         """Open or begin a file.
 
         Raises:
-            OtherResults: the file belongs to another setup, or holds something else.
+            OtherResults: the file belongs to another setup, holds something else, or cannot be written.
         """
         self._path = path
         try:
@@ -114,7 +116,11 @@ class ResultsFile:
         return number
 
     def add(self, run: Line) -> None:
-        """Write a run, at once and to its end."""
+        """Write a run, at once and to its end.
+
+        Raises:
+            OtherResults: the file cannot be written.
+        """
         self._add(run)
 
     def _add(self, line: Line) -> None:
@@ -122,10 +128,14 @@ class ResultsFile:
         self._results.lines.append(line)
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OtherResults(f"{self._path} cannot be written: {error.strerror}.") from None
 
 
 def _cut_half_line(path: Path) -> None:

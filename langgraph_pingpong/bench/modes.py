@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from langgraph_pingpong.config import refuse_unknown
+from langgraph_pingpong.errors import ConfigError
 
 Place = Literal["one", "pair", "tp2"]
 """One engine on the first device, one engine on each device, or one engine over all of them."""
@@ -87,8 +88,11 @@ def parse_modes(names: str) -> tuple[Mode, ...]:
 
     Raises:
         UnknownSetting: there is no such mode.
+        ConfigError: none is named.
     """
     wanted = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    if not wanted:
+        raise ConfigError(f"--modes {names!r} names no mode: pingpong bench --list shows all.")
     refuse_unknown(wanted, MODES, "The benchmark")
     return tuple(MODES[name] for name in wanted)
 

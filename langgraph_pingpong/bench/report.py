@@ -7,10 +7,10 @@ from functools import partial
 
 from langgraph_pingpong.bench import metrics
 from langgraph_pingpong.bench.document import Block, Heading, Picture, Table, Text
-from langgraph_pingpong.bench.groups import Compared, Group, compare, named, varying
+from langgraph_pingpong.bench.groups import Compared, Group, compare, hidden_share, named, varying
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.metrics import Figures
-from langgraph_pingpong.bench.timeline import median_run, timeline
+from langgraph_pingpong.bench.timeline import middle_run, timeline
 from langgraph_pingpong.bench.token_report import SHARES, edge_table, memory_table, share_cells
 from langgraph_pingpong.bench.turn_report import turn_blocks
 from langgraph_pingpong.viz import figures, timeline_png
@@ -85,9 +85,7 @@ def _e2e_table(compared: Compared) -> Table:
     rows = []
     for group in compared.groups:
         e2e = metrics.e2e(group.runs)
-        against = _against(compared, group, lambda mine, base: [
-            f"{metrics.speedup(mine, base):+.1%}", _share(metrics.hidden_share(mine, base)),
-        ])  # fmt: skip
+        against = _against(compared, group, _gain)
         every = " ".join(f"{value:.0f}" for value in e2e.values)
         rows.append([group.name, str(len(e2e.values)), *_figures(e2e), *(against or ["-", "-"]), every])
     return Table(head, rows)
@@ -109,9 +107,7 @@ def _overlap_table(compared: Compared) -> Table:
     for group in compared.groups:
         ttft, steps = metrics.downstream_ttft(group.runs), metrics.ttft_in_steps(group.runs)
         cells = _figures(ttft, 1) if ttft else ["-"] * 5
-        against = _against(compared, group, lambda mine, base: [
-            f"{metrics.first_ttft_change(mine, base):+.1%}", _change(metrics.upstream_slowdown(mine, base)),
-        ])  # fmt: skip
+        against = _against(compared, group, _side_effects)
         rows.append([group.name, *cells, "-" if steps is None else f"{steps:.2f}", *(against or ["-", "-"])])
     return Table(head, rows)
 
@@ -159,20 +155,24 @@ def _remarks(compared: Compared) -> Iterator[Text]:
             yield Text(f"{group.name}: nothing was prefilled ahead.")
 
 
-def _against(
-    compared: Compared, group: Group, cells: Callable[[Sequence[metrics.Run], Sequence[metrics.Run]], list[str]]
-) -> list[str] | None:
+def _against(compared: Compared, group: Group, cells: Callable[[Group, Group], list[str]]) -> list[str] | None:
     """Cells that hold a group against its baseline; None where there is none."""
     base = compared.baseline(group)
-    return cells(group.runs, base.runs) if base is not None and base is not group else None
+    return cells(group, base) if base is not None and base is not group else None
+
+
+def _gain(group: Group, base: Group) -> list[str]:
+    share = hidden_share(group, base)
+    return [f"{metrics.speedup(group.runs, base.runs):+.1%}", "-" if share is None else f"{share:.3f}"]
+
+
+def _side_effects(group: Group, base: Group) -> list[str]:
+    first = metrics.first_ttft_change(group.runs, base.runs)
+    return [f"{first:+.1%}", _change(metrics.upstream_slowdown(group.runs, base.runs))]
 
 
 def _figures(of: Figures, digits: int = 0) -> list[str]:
     return [f"{value:.{digits}f}" for value in (of.mean, of.median, of.min, of.max, of.p95)]
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _change(value: float | None) -> str:
@@ -190,8 +190,8 @@ def _pictures(compared: Compared, name: str) -> Iterator[Picture]:
         yield Picture(f"{name}-e2e", "End to end, every run", partial(figures.e2e_runs, e2e))
         yield Picture(f"{name}-ttft", "Time to first token by agent", partial(figures.ttft_bars, ttft))
     for group in singles:
-        run = median_run(group.runs)
-        title = f"{group.name}, the median run ({run['e2e_ms']:,.0f} ms)"
+        run, which = middle_run(group.runs)
+        title = f"{group.name}, {which} ({run['e2e_ms']:,.0f} ms)"
         yield Picture(f"{name}-timeline-{group.mode}", title, partial(timeline_png.draw, [timeline(run, title)]))
     if any(group.chains > 1 for group in compared.groups):
         by_load = _by_load(compared)
@@ -214,9 +214,7 @@ def _overview(all_compared: Sequence[Compared], name: str) -> list[Block]:
     rows = []
     for compared in all_compared:
         for group in compared.groups:
-            against = _against(compared, group, lambda mine, base: [
-                f"{metrics.speedup(mine, base):+.1%}", _share(metrics.hidden_share(mine, base)),
-            ])  # fmt: skip
+            against = _against(compared, group, _gain)
             ttft = metrics.downstream_ttft(group.runs)
             first = f"{ttft.median:.1f}" if ttft else "-"
             e2e = metrics.e2e(group.runs)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ import typer
 from langgraph_pingpong.bench import metrics
 from langgraph_pingpong.bench.common import table
 from langgraph_pingpong.bench.document import Block, save_pictures, to_markdown
-from langgraph_pingpong.bench.groups import Compared, Group, compare, named, varying
+from langgraph_pingpong.bench.groups import Compared, Group, compare, hidden_share, named, varying
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.report import MANY_CASES, report
 from langgraph_pingpong.errors import OtherResults
@@ -48,7 +49,7 @@ def committed(folder: Path) -> dict[Path, Results]:
             results = Results.read(path)
         except OtherResults:  # of another benchmark
             continue
-        if "profile" in results.setup and results.counted:
+        if results.counted:
             found[path] = results
     return found
 
@@ -68,7 +69,7 @@ def section(files: Mapping[Path, Results], root: Path) -> str:
         if EARLIER in path.parts:
             continue
         compared = compare(results)
-        link = f"[{title_of(results)}]({path.with_suffix('.md').relative_to(root).as_posix()})"
+        link = f"[{_row_title(results)}]({path.with_suffix('.md').relative_to(root).as_posix()})"
         if len(compared) > MANY_CASES:
             more.append(f"- {link}: {len(compared)} cases, {len(results.counted)} runs.")
         else:
@@ -81,6 +82,12 @@ def title_of(results: Results) -> str:
     """What a file is called in short: its own title, or workload, model and devices."""
     setup = results.setup
     return str(setup.get("title") or f"{setup['profile']}, {setup['model']} on {', '.join(setup['devices'])}")
+
+
+def _row_title(results: Results) -> str:
+    """With the sizes that the command set, which tell files of one workload apart."""
+    sizes = re.findall(r"--set (\S+)", str(results.setup["command"]))
+    return ", ".join([title_of(results), *sizes])
 
 
 def _rows(link: str, all_compared: Sequence[Compared]) -> Iterator[list[str]]:
@@ -102,7 +109,7 @@ def _cells(group: Group, base: Group | None) -> list[str]:
     measured = [first, "-" if steps is None else f"{steps:.1f}"]
     if base is None or base is group:
         return [*known, "baseline" if base is group else "-", "-", *measured, "-", "-"]
-    share, equal = metrics.hidden_share(group.runs, base.runs), metrics.equal(group.runs, base.runs)
+    share, equal = hidden_share(group, base), metrics.equal(group.runs, base.runs)
     against = [f"{metrics.speedup(group.runs, base.runs):+.1%}", "-" if share is None else f"{share:.2f}"]
     return [*known, *against, *measured, f"{equal.ids} of {equal.runs}", f"{equal.texts} of {equal.runs}"]
 

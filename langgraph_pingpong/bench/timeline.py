@@ -10,10 +10,11 @@ from langgraph_pingpong.trace import Event
 from langgraph_pingpong.viz.timeline import Timeline, timeline_of
 
 
-def median_run(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The run whose E2E is the median; of an even number, the faster of the two in the middle."""
+def middle_run(runs: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], str]:
+    """The run whose E2E is the median, and its name; of an even number, the faster of the two in the middle."""
     middle = median_low(run["e2e_ms"] for run in runs)
-    return next(run for run in runs if run["e2e_ms"] == middle)
+    named = "the median run" if len(runs) % 2 else "the faster of the two runs in the middle"
+    return next(run for run in runs if run["e2e_ms"] == middle), named
 
 
 def timeline(run: Mapping[str, Any], title: str) -> Timeline:

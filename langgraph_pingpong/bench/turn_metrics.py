@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from statistics import fmean
+from dataclasses import dataclass, fields
 from typing import Any
 
 from langgraph_pingpong.bench.metrics import Figures, Run
@@ -73,10 +72,14 @@ def _breakdown(turn: Turn, sent: Sequence[float]) -> Breakdown:
     return Breakdown(wait, ttft, decode, tool, turn["ended"] - turn["begun"] - wait - ttft - decode - tool)
 
 
-def mean_breakdown(runs: Sequence[Run]) -> Breakdown | None:
-    """The mean of the turns that count, part by part; None without any."""
-    parts = [astuple(each) for run in runs for each in breakdowns(run)]
-    return Breakdown(*map(fmean, zip(*parts, strict=True))) if parts else None
+def parts_of_turns(runs: Sequence[Run]) -> dict[str, Figures]:
+    """Each part of the turns that count, and the whole, by its name; empty without any.
+
+    Means add up to the whole's mean; percentiles, each of which may be of another turn, do not.
+    """
+    every = [each for run in runs for each in breakdowns(run)]
+    names = [*(field.name for field in fields(Breakdown)), "turn"]
+    return {name: Figures.of(getattr(each, name) for each in every) for name in names} if every else {}
 
 
 def turn_times(runs: Sequence[Run]) -> Figures | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from langgraph_pingpong.bench import turn_metrics
@@ -21,14 +21,14 @@ def turn_blocks(compared: Compared) -> list[Block]:
         return []
     blocks: list[Block] = [Heading("First token of a call's stream, from the call in its node, ms", 3), _ttft(compared)]
     blocks += [Heading("Turns of agents, from request to answer, ms", 3), _turns(compared)]
-    return [*blocks, Heading("Where the time of a turn went, mean ms", 3), _parts(compared), *_remarks(compared)]
+    return [*blocks, Heading("Where the time of a turn went, ms", 3), _parts(compared), *_remarks(compared)]
 
 
 def _ttft(compared: Compared) -> Table:
     rows = []
     for group in compared.groups:
         for node, figures in turn_metrics.stream_ttft(group.runs).items():
-            rows.append([group.name, node, str(len(figures.values)), *_percentiles(figures)])
+            rows.append([group.name, node, str(len(figures.values)), *_cells(figures)])
     return Table(["mode", "node", "calls", "p50", "p95", "p99", "max"], rows)
 
 
@@ -36,22 +36,30 @@ def _turns(compared: Compared) -> Table:
     rows = []
     for group in compared.groups:
         if (figures := turn_metrics.turn_times(group.runs)) is not None:
-            rows.append([group.name, str(len(figures.values)), f"{figures.mean:.0f}", *_percentiles(figures)])
+            rows.append([group.name, str(len(figures.values)), f"{figures.mean:.0f}", *_cells(figures)])
     return Table(["mode", "turns", "mean", "p50", "p95", "p99", "max"], rows)
 
 
 def _parts(compared: Compared) -> Table:
-    names = [field.name for field in fields(Breakdown)]
+    names = [*(field.name for field in fields(Breakdown)), "turn"]
     rows = []
     for group in compared.groups:
-        if (parts := turn_metrics.mean_breakdown(group.runs)) is not None:
-            rows.append([group.name, *(f"{getattr(parts, name):.0f}" for name in (*names, "turn"))])
-    return Table(["mode", *(name.replace("_", "-") for name in names), "turn"], rows)
+        if parts := turn_metrics.parts_of_turns(group.runs):
+            shown = [(parts[name].mean, *_percentiles(parts[name].values)) for name in names]
+            rows += [
+                [group.name, which, *(f"{figures[place]:.0f}" for figures in shown)]
+                for place, which in enumerate(("mean", "p50", "p95", "p99", "max"))
+            ]
+    return Table(["mode", "of all turns", *(name.replace("_", "-") for name in names)], rows)
 
 
-def _percentiles(figures: Figures) -> list[str]:
-    values = figures.values
-    return [f"{value:.0f}" for value in (*(percentile(values, share) for share in (0.5, 0.95, 0.99)), figures.max)]
+def _percentiles(values: Sequence[float]) -> list[float]:
+    """p50, p95, p99 and the maximum."""
+    return [*(percentile(values, share) for share in (0.5, 0.95, 0.99)), max(values)]
+
+
+def _cells(figures: Figures) -> list[str]:
+    return [f"{value:.0f}" for value in _percentiles(figures.values)]
 
 
 def _remarks(compared: Compared) -> Iterator[Text]:

@@ -41,7 +41,7 @@ ModelName = Annotated[
     str | None, typer.Option(help="A folder or Hugging Face id; without it a small one.", rich_help_panel=_ENGINES)
 ]
 Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_ENGINES)]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer.", rich_help_panel=_ENGINES)]
+MaxModelLen = Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.", rich_help_panel=_ENGINES)]
 GpuMemory = Annotated[
     float | None,
     typer.Option(
@@ -139,15 +139,14 @@ def _settings(devices: str | None, *settings: Any) -> EngineSettings:
 
 def _plan(work: tuple[str, list[str], Scale], modes: str, chains: str, **settings: Any) -> Plan:
     from langgraph_pingpong.bench.modes import parse_modes
-    from langgraph_pingpong.bench.profiles import PROFILES, parse_values
+    from langgraph_pingpong.bench.profiles import PROFILES, parse_chains, parse_values
     from langgraph_pingpong.bench.runner import Plan
     from langgraph_pingpong.config import refuse_unknown
 
     profile, values, scale = work
     refuse_unknown([profile], PROFILES, "The benchmark")
     cases = list(PROFILES[profile].cases(scale, parse_values(values)))
-    at_once = parse_values([f"chains={chains}"])["chains"]
-    return Plan(PROFILES[profile], cases, parse_modes(modes), at_once, **settings)
+    return Plan(PROFILES[profile], cases, parse_modes(modes), parse_chains(chains), **settings)
 
 
 def _scale(kind: str) -> Scale:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from langgraph_pingpong.cli.bench import read_engine_args
 from langgraph_pingpong.cli.plain_errors import plain_errors
+from langgraph_pingpong.errors import ConfigError
 
 if TYPE_CHECKING:
     from langgraph_pingpong.bench.cost_model import Speeds, Workload
@@ -26,14 +28,14 @@ def doctor(  # noqa: PLR0913 - a parameter for each option
     devices: Annotated[str | None, typer.Option(help="Like 0,1 or cuda:0,cuda:1.")] = None,
     model: Annotated[str | None, typer.Option(help="A folder or Hugging Face id; without it a small one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's memory for an engine.")] = 0.85,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="More of vLLM's engine arguments.")] = "{}",
-    calibrate: Annotated[bool, typer.Option(help="Start an engine and measure it; without it no advice.")] = True,
+    calibrate: Annotated[bool, typer.Option(help="Start engines and measure them; without it no advice.")] = True,
     tp: Annotated[bool, typer.Option("--tp", help="Measure an engine over all devices, too.")] = False,
     agents: Annotated[int, typer.Option(min=2, help="Agents in a row.", rich_help_panel=_WORK)] = 5,
-    static: Annotated[int, typer.Option(help="Tokens that each knows before.", rich_help_panel=_WORK)] = 4096,
-    document: Annotated[int, typer.Option(help="Tokens that the first reads.", rich_help_panel=_WORK)] = 1024,
+    static: Annotated[int, typer.Option(min=0, help="Tokens that each knows before.", rich_help_panel=_WORK)] = 4096,
+    document: Annotated[int, typer.Option(min=0, help="Tokens that the first reads.", rich_help_panel=_WORK)] = 1024,
     output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.", rich_help_panel=_WORK)] = 256,
     last_output: Annotated[int, typer.Option(min=1, help="Tokens of the last one.", rich_help_panel=_WORK)] = 64,
     chains: Annotated[int, typer.Option(min=1, help="Chains at once.", rich_help_panel=_WORK)] = 1,
@@ -48,7 +50,7 @@ def doctor(  # noqa: PLR0913 - a parameter for each option
         typer.Option("--first-token/--no-first-token", help="Its time matters.", rich_help_panel=_KNOWN),
     ] = None,
 ) -> None:
-    """Look at the machine, measure it in under a minute, and say which topology suits a workload, with reasons."""
+    """Look at the machine, measure it in a minute or two, and say which topology suits a workload, with reasons."""
     with plain_errors():
         from langgraph_pingpong.bench.cost_model import Workload
         from langgraph_pingpong.bench.doctor import Answers
@@ -75,11 +77,11 @@ def _blocks(settings: EngineSettings, work: Workload, answers: Answers, calibrat
 
     free = free_share(settings.devices)  # before an engine takes its part
     sizes, fits = _fit(settings)
-    speeds, over_all, appends = _measure(settings, tp) if calibrate else (None, None, None)
-    yield from machine_blocks(settings.devices, sizes, fits, appends)
-    if speeds is not None:
-        twice = fits is None or fits.twice
-        place = Place(len(settings.devices), _link(settings), twice, speeds, over_all, settings.kind != "cpu")
+    found = _measure(settings, tp) if calibrate else None
+    yield from machine_blocks(settings.devices, sizes, fits, found.appends if found else None)
+    if found is not None:
+        twice, gpus = fits is None or fits.twice, settings.kind != "cpu"
+        place = Place(len(settings.devices), _link(settings), twice, found.speeds, found.tp, gpus, found.alone)
         yield from advice_blocks(work, place, advise(work, place))
     yield Heading("Checklist", 1)
     yield Table(["question", "answer"], checklist(work, answers, free))
@@ -94,25 +96,49 @@ def _fit(settings: EngineSettings) -> tuple[Sizes | None, Fit | None]:
         return None, None
     config = EngineConfig(resolve_model(settings.model), parse_devices(settings.devices), dtype=settings.dtype)
     sizes = sizes_of(config)
-    cache_gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
-    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization or 0.85, cache_gib)
+    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization or 0.85, _cpu_cache_gib())
 
 
-def _measure(settings: EngineSettings, tp: bool) -> tuple[Speeds, Speeds | None, bool]:
-    """Speeds of one engine, of one over all devices where asked for, and whether prompts may grow by deltas."""
+def _cpu_cache_gib() -> float:
+    """The KV cache that vLLM sets aside on a CPU, in GiB."""
+    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE is {text!r}: set it to a number, in GiB, or unset it.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Speeds of one engine a device, of one over all devices, of one alone, and whether prompts may grow by deltas."""
+
+    speeds: Speeds
+    tp: Speeds | None
+    alone: Speeds | None
+    appends: bool
+
+
+def _measure(settings: EngineSettings, tp: bool) -> _Measured:
+    """Start engines and measure them."""
+    several = len(settings.devices) > 1
+    speeds, appends = _speeds(settings, ["dp2-serial" if several else "serial", *(["tp2-serial"] if tp else [])])
+    # On CPUs an engine alone has the cores of all devices. It comes when the others are gone, which would slow it.
+    alone = _speeds(settings, ["serial"])[0][0] if several and settings.kind == "cpu" else None
+    return _Measured(speeds[0], speeds[1] if tp else None, alone, appends)
+
+
+def _speeds(settings: EngineSettings, names: Sequence[str]) -> tuple[list[Speeds], bool]:
+    """The speeds of an engine of each of these modes, and whether the prompts of the first may grow by deltas."""
     from langgraph_pingpong.bench.calibration import calibrate, takes_appends
     from langgraph_pingpong.bench.engine_sets import EngineSets
     from langgraph_pingpong.bench.modes import MODES
 
-    console = Console(stderr=True)
-    # Not `serial`: on a CPU its engine has all cores, and a pair's have some each.
-    modes = [MODES["dp2-serial" if len(settings.devices) > 1 else "serial"], *([MODES["tp2-serial"]] if tp else [])]
+    console, modes = Console(stderr=True), [MODES[name] for name in names]
     with EngineSets(settings, modes, {}) as sets:
         sets.start(lambda text: console.print(f"{text} ...", highlight=False))
         pools = [sets.of(mode).pool for mode in modes]
         measured = [pool.loop.run(calibrate(pool.engines[0])) for pool in pools]
-        appends = pools[0].loop.run(takes_appends(pools[0].engines[0]))
-    return measured[0], measured[1] if tp else None, appends
+        return measured, pools[0].loop.run(takes_appends(pools[0].engines[0]))
 
 
 def _link(settings: EngineSettings) -> str:

@@ -53,9 +53,15 @@ def build_graph(build: Build, model: object, options: Mapping[str, Any]) -> Any:
     """The compiled graph.
 
     Raises:
-        ConfigError: `build` returned something else.
+        ConfigError: `build` refused a value of its options, or returned something else.
     """
-    graph = build(model, **options)
+    try:
+        graph = build(model, **options)
+    except ValueError as error:
+        if not options:  # nobody typed anything that could be wrong
+            raise
+        typed = " ".join(f"--set {name}={value}" for name, value in options.items())
+        raise ConfigError(f"The graph refused {typed}: {error}") from None
     if not hasattr(graph, "astream"):
         kind = type(graph).__name__
         hint = ": end it with return builder.compile()" if hasattr(graph, "compile") else ""

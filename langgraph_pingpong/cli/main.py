@@ -80,7 +80,9 @@ BaseUrls = Annotated[
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_MODEL)]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_MODEL)]
 Dtype = Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.", rich_help_panel=_MODEL)]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens.", rich_help_panel=_MODEL)]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.", rich_help_panel=_MODEL)
+]
 GpuMemory = Annotated[
     float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.", rich_help_panel=_MODEL)
 ]

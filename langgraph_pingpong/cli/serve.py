@@ -34,7 +34,7 @@ def serve(  # noqa: PLR0913 - a parameter for each option
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The first server's; others follow. 0: free ones.", min=0)] = 8000,
     dtype: Annotated[str | None, typer.Option(help="vLLM's dtype, like bfloat16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.")
     ] = None,

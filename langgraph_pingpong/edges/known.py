@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from langgraph.graph.state import CompiledStateGraph
+from langgraph.prebuilt import ToolNode
 
 from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.declared import AgentNode
@@ -15,7 +16,7 @@ from langgraph_pingpong.edges.learned import Site, memories_of
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.sequences import model_sequence
 
-Source = Literal["declared", "dry run", "learned"]
+Source = Literal["declared", "dry run", "learned", "tools"]
 
 IsOurs = Callable[[Any], bool]
 """Whether a model, perhaps bound to arguments, is one of this library."""
@@ -72,6 +73,13 @@ def told(before: Place, after: Place, conditional: bool, is_ours: IsOurs) -> Sou
     if (model := model_of(after)) is not None:
         return "declared" if is_ours(model) else None
     return "dry run" if any(options_of(spec).dry_run for spec in after.specs[depth:]) else None
+
+
+def reads_tools(place: Place, behind: Place, is_ours: IsOurs) -> bool:
+    """Whether a node that has an edge to the node `behind` it and one back is asked again with results of tools."""
+    ours = (model := model_of(place)) is not None and is_ours(model)
+    broken = _breaks(place, behind) or _breaks(behind, place)
+    return usable() and ours and isinstance(behind.spec.bound, ToolNode) and not (broken or _is_off(place))
 
 
 def learned(places: Mapping[Site, Place]) -> Iterator[tuple[Place, Place]]:

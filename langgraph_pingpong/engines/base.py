@@ -12,6 +12,9 @@ from langgraph_pingpong.kv_budget import KvBudget
 PREFILL_PRIORITY = 1
 """vLLM serves lower numbers first; answers have 0."""
 
+ABORTED, FAILED = "abort", "error"
+"""vLLM's finish reasons of requests that were given up, or met an error: their answers are not complete."""
+
 
 def new_request_id() -> str:
     """A request id that is unique across engines and processes."""
@@ -258,10 +261,13 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """Stream the answer to a prompt; closing the iterator early aborts the request.
 
+        What ends without an error is complete: an engine that gives a request up raises.
+
         Raises:
             CallRefused: the engine cannot do what the request asks for.
-            EngineDead: the engine's process ended, or the engine is not running.
-            ServerFailed: the server failed or cannot be reached any more.
+            EngineDead: the engine's process ended or gave the request up, or the engine is not running.
+            EngineError: the request met an error within the engine, which goes on.
+            ServerFailed: the server failed, gave the request up, or cannot be reached any more.
         """
 
     async def prefill(self, request: Request) -> int | None:

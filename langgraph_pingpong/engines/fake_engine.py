@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from langgraph_pingpong.engines.base import Delta, Request, TokenLogprob
+from langgraph_pingpong.engines.base import ABORTED, Delta, Request, TokenLogprob
 from langgraph_pingpong.engines.fake_kv import FakeKv
 from langgraph_pingpong.errors import CallRefused, EngineDead
 from langgraph_pingpong.kv_budget import KvBudget
@@ -301,6 +301,8 @@ class FakeEngine:
                 self._check_alive(request)
                 if self.fail_generate is not None and said >= self.fail_after_tokens:
                     raise self.fail_generate
+                if delta.finish_reason == ABORTED:
+                    raise EngineDead(f"The engine on {self.device} gave the request up.")
                 said += len(delta.token_ids)
                 finished = finished or delta.finish_reason is not None
                 yield _merge(first, delta)

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from openai.types import Completion, CompletionChoice, Model
     from openai.types.completion_choice import Logprobs
 
-MAX_CAUSE = 400
-"""Characters of what a server says of an error that are shown."""
-
 
 def status(error: Any) -> int | None:
     """Of the response, or that of an error within a stream, which began well."""
@@ -29,22 +26,40 @@ def words(error: Any) -> str:
     """What the server says of an error, without the rest of what it sent."""
     body = error.body
     words = body.get("message") if isinstance(body, dict) else body
-    return str(words or error.message)[:MAX_CAUSE]
+    return str(words or error.message)
 
 
 def served_as(model: str, cards: Sequence[Model], device: str) -> tuple[str, int]:
     """The served name that fits a model on this side, and the longest prompt plus answer, in tokens."""
-    lengths = [length for card in cards if (length := extra(card, "max_model_len"))]
-    if not lengths:
+    if not any(extra(card, "max_model_len") for card in cards):
         raise ServerFailed(f"{device} does not tell its max_model_len, as vLLM does.")
+    if (card := _card_of(model, cards)) is None:
+        served = ", ".join(card.id for card in cards)
+        raise WrongServer(f"{device} serves {served}, and this side has the model {model}.")
+    if (length := _length_of(card, cards)) is None:
+        raise ServerFailed(f"{device} does not tell the max_model_len of {card.id}, as vLLM does.")
+    return card.id, length
+
+
+def _card_of(model: str, cards: Sequence[Model]) -> Model | None:
+    """That of a model by its name, else by the end of its name: one folder can be at two places."""
     for card in cards:
         if model in (card.id, extra(card, "root")):
-            return card.id, int(lengths[0])
-    for card in cards:  # one folder can be at two places
+            return card
+    for card in cards:
         if PurePath(model).name in {PurePath(name).name for name in (card.id, extra(card, "root")) if name}:
-            return card.id, int(lengths[0])
-    served = ", ".join(card.id for card in cards)
-    raise WrongServer(f"{device} serves {served}, and this side has the model {model}.")
+            return card
+    return None
+
+
+def _length_of(card: Model, cards: Sequence[Model]) -> int | None:
+    """Its own, else that of the model it adapts; behind a gateway other models have other lengths."""
+    base = [each for each in cards if each.id == extra(card, "parent")]
+    for each in (card, *base):
+        if length := extra(each, "max_model_len"):
+            return int(length)
+    lengths = {int(length) for each in cards if (length := extra(each, "max_model_len"))}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def extra(answer: Any, name: str) -> Any:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import ServerAddress, ServerConfig
-from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request
+from langgraph_pingpong.engines.base import ABORTED, FAILED, PREFILL_PRIORITY, Delta, Request
 from langgraph_pingpong.engines.server_answers import (
-    MAX_CAUSE,
     cached_tokens,
     extra,
     served_as,
@@ -26,14 +25,16 @@ from langgraph_pingpong.errors import (
     ConfigError,
     EngineDead,
     PingPongError,
+    ServerBusy,
     ServerFailed,
     WrongServer,
 )
+from langgraph_pingpong.keys import shows_key, without_key
 from langgraph_pingpong.kv_budget import KvBudget
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from openai.types import Completion
+    from openai.types import Completion, CompletionChoice
 
 NO_KEY = "none"
 """What is sent where no key is set: never a key that the environment holds for somebody else's server."""
@@ -47,8 +48,12 @@ PIECE_TOKENS = 512
 USUAL_BLOCK_SIZE = 16
 """vLLM's own on a GPU, for servers that do not tell theirs: an append goes out whenever so many tokens are final."""
 
+MAX_CAUSE = 400
+"""Characters of what a server says of an error that are shown."""
+
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', re.MULTILINE)
 _REFUSALS = (400, 413, 422)
+_BUSY = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +154,18 @@ class ServerEngine:
         """
         before = self._served
         try:
-            await self._ask()
+            await self._ask(before.takes_priority if before else None)
         except BaseException:
             self._served = before
             raise
 
-    async def _ask(self) -> None:
+    async def _ask(self, takes_priority: bool | None = None) -> None:
         with self._clear_errors():
             models = await self._starting.models.list()
             named = served_as(self._config.model, models.data, self.device)
             self._served = Served(*named, await self._ask_block_size())
             self._compare_with_peers()
-            self._served = replace(self._served, takes_priority=await self._try_priority())
+            self._served = replace(self._served, takes_priority=await self._try_priority(takes_priority))
 
     def _connect(self) -> AsyncOpenAI:
         from openai import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT, AsyncOpenAI, Timeout
@@ -204,14 +209,22 @@ class ServerEngine:
                     f"{mine.max_model_len}, and a prompt must fit both."
                 )
 
-    async def _try_priority(self) -> bool:
-        """Whether the server takes priorities. Some releases refuse them without priority scheduling."""
-        try:
-            await self._try_token(PREFILL_PRIORITY)
-        except CallRefused:
-            await self._try_token(0)
-            return False
-        return True
+    async def _try_priority(self, known: bool | None) -> bool:
+        """Whether the server takes priorities; `known` from before. Some releases refuse them without their scheduling.
+
+        While others are answered, a server that does may keep what has a low one waiting for long.
+        """
+        takes = known
+        if takes is None:
+            try:
+                await self._try_token(PREFILL_PRIORITY)
+                return True
+            except CallRefused:
+                takes = False
+            except ServerBusy:
+                takes = True
+        await self._try_token(0)
+        return takes
 
     async def _try_token(self, priority: int) -> None:
         prompt = (1, 2)
@@ -252,6 +265,9 @@ class ServerEngine:
         """Compute a prompt's KV cache, after the answers that wait, where the server takes priorities.
 
         vLLM refuses `max_tokens=0`, so one token is sampled and dropped.
+
+        Raises:
+            ServerBusy: it has no time for it. That may be because answers go first.
         """
         with self._in_flight(request) as client:
             once = client.with_options(max_retries=0)  # a prefill is a hint: the answer does without
@@ -270,9 +286,12 @@ class ServerEngine:
         body = self._body(request)
         if priority and self._known.takes_priority:
             body["priority"] = priority
-        return await client.completions.create(
+        answer = await client.completions.create(
             model=self._known.name, prompt=list(request.prompt_token_ids), extra_body=body
         )
+        for choice in answer.choices:
+            self._check_not_given_up(choice)
+        return answer
 
     def _body(self, request: Request) -> dict[str, Any]:
         """What OpenAI's API does not have; vLLM's names for it are those of `SamplingParams`."""
@@ -286,6 +305,7 @@ class ServerEngine:
         async for chunk in chunks:
             cached = cached_tokens(chunk)
             for choice in chunk.choices:
+                self._check_not_given_up(choice)
                 delta, first = to_delta(choice, first, likeliest), False
                 unfinished -= delta.finish_reason is not None
                 if unfinished:
@@ -295,6 +315,11 @@ class ServerEngine:
         if last is None:
             raise ServerFailed(f"{self.device} ended its answer before it was complete.")
         yield replace(last, num_cached_tokens=cached)
+
+    def _check_not_given_up(self, choice: CompletionChoice) -> None:
+        """A server that shuts down, or is paused, ends what runs as if it were complete."""
+        if choice.finish_reason in (ABORTED, FAILED):
+            raise ServerFailed(f"{self.device} gave the request up, as when it is told to end.")
 
     @property
     def _connected(self) -> AsyncOpenAI:
@@ -322,7 +347,9 @@ class ServerEngine:
         except PingPongError:
             raise
         except Exception as error:
-            if self._has_key(str(error)):  # the server quotes the key that it refuses: keep it out of tracebacks
+            if shows_key(
+                error, self._config.api_key
+            ):  # servers quote a key that they refuse: keep it out of tracebacks
                 raise self._in_our_words(error) from None
             raise self._in_our_words(error) from error
 
@@ -332,25 +359,24 @@ class ServerEngine:
         if self._client is None:
             return EngineDead(f"The engine on {self.device} was stopped during the request.")
         if isinstance(error, APITimeoutError):
-            return ServerFailed(f"{self.device} did not answer in time.")
+            return ServerBusy(f"{self.device} did not answer in time.")
         if isinstance(error, APIConnectionError):
             return ServerFailed(f"The connection to {self.device} failed: {self._why(error)}")
         if not isinstance(error, APIError):
             return ServerFailed(f"The answer of {self.device} broke off or could not be read: {self._why(error)}")
-        code, said = status(error), self._without_key(words(error))
+        code, said = status(error), self._shown(words(error))
         if code in _REFUSALS:
             return CallRefused(f"{self.device} refused the call: {said}")
-        return ServerFailed(f"{self.device} answered with {f'status {code}' if code else 'an error'}: {said}")
+        kind = ServerBusy if code in _BUSY else ServerFailed
+        return kind(f"{self.device} answered with {f'status {code}' if code else 'an error'}: {said}")
 
     def _why(self, error: Exception) -> str:
         cause = error.__cause__ or error
-        return self._without_key(f"{type(cause).__name__}: {cause}"[:MAX_CAUSE])
+        return self._shown(f"{type(cause).__name__}: {cause}")
 
-    def _has_key(self, text: str) -> bool:
-        return bool(self._config.api_key) and str(self._config.api_key) in text
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(str(self._config.api_key), "***") if self._has_key(text) else text
+    def _shown(self, text: str) -> str:
+        """The key is hidden before the text is cut: half of one would not be found."""
+        return without_key(text, self._config.api_key)[:MAX_CAUSE]
 
 
 def build_server_engines(config: ServerConfig) -> list[ServerEngine]:

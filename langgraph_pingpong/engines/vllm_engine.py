@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
-from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, TokenLogprob, new_request_id
+from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
 from langgraph_pingpong.engines.vllm_appends import (
     ONE_IN,
@@ -23,24 +23,26 @@ from langgraph_pingpong.engines.vllm_appends import (
     are_sound,
     token_prompt,
 )
+from langgraph_pingpong.engines.vllm_calls import clear_errors, sampling_params
 from langgraph_pingpong.engines.vllm_kv import VllmKv
+from langgraph_pingpong.engines.vllm_outputs import check_not_aborted, to_delta
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
     engine_args,
-    engine_environment,
-    environment_with,
     interrupts_held,
+    set_up_for,
 )
 from langgraph_pingpong.engines.vllm_text import AnswerText, can_make_text, is_made_here
-from langgraph_pingpong.errors import CallRefused, EngineDead, EngineStartFailed, PingPongError
+from langgraph_pingpong.errors import EngineDead, EngineStartFailed, PingPongError
 from langgraph_pingpong.exact import check_settled
 from langgraph_pingpong.kv_budget import KvBudget
+from langgraph_pingpong.model_files import tokenizer_args
 from langgraph_pingpong.same_device import piece_beside_decodes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
@@ -76,6 +78,11 @@ class VllmEngine:
     def model(self) -> str:
         """The folder or Hugging Face id of the model."""
         return self._config.model
+
+    @property
+    def tokenizer_args(self) -> dict[str, Any]:
+        """How to load the tokenizer that the engine has, by `load_tokenizer`."""
+        return tokenizer_args(self._config.model, self._config.engine_args)
 
     @property
     def block_size(self) -> int:
@@ -157,7 +164,7 @@ class VllmEngine:
             raise
 
     def _build(self) -> AsyncLLM:
-        with _BUILDING, environment_with(engine_environment(self._config, self._device)), interrupts_held():
+        with _BUILDING, set_up_for(self._config, self._device), interrupts_held():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -224,7 +231,8 @@ class VllmEngine:
 
         Raises:
             CallRefused: vLLM cannot do what the request asks for.
-            EngineDead: the engine's process ended.
+            EngineDead: the engine's process ended, or gave the request up.
+            EngineError: vLLM met an error of its own in this request.
         """
         first, likeliest = True, request.sampling.get("logprobs") or 0
         prompt, said = len(request.prompt_token_ids), 0
@@ -238,7 +246,7 @@ class VllmEngine:
                     for answer in output.outputs:
                         said += len(answer.token_ids)
                         reach(said)
-                        delta = _to_delta(output, answer, first, likeliest)
+                        delta = to_delta(output, answer, first, likeliest, self.device)
                         yield text.told(delta) if text else delta
                         first = False
 
@@ -324,56 +332,14 @@ class VllmEngine:
             stream = engine.generate(prompt, params, request.request_id, priority=place)  # type: ignore[arg-type]
             async with aclosing(stream) as outputs:
                 async for output in outputs:
+                    check_not_aborted(output, self.device)
                     yield output
 
-    @contextmanager
-    def _clear_errors(self, engine: AsyncLLM) -> Iterator[None]:
-        """Whatever goes wrong with a request, in this package's errors."""
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        try:
-            yield
-        except EngineDeadError as error:
-            raise EngineDead(f"The engine on {self.device} died.") from error
-        except EngineGenerateError as error:
-            if not engine.errored:
-                raise
-            raise EngineDead(f"The engine on {self.device} died.") from error
-        except (ValueError, VLLMValidationError) as error:
-            raise CallRefused(f"vLLM refused the call: {error}") from error
+    def _clear_errors(self, engine: AsyncLLM) -> AbstractContextManager[None]:
+        return clear_errors(self.device, engine)
 
     def _params(self, request: Request) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        sampling = {**self._defaults, **request.sampling, "output_kind": RequestOutputKind.DELTA}
-        if constraint := sampling.get("structured_outputs"):
-            sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
-        return SamplingParams(**sampling)
-
-
-def _to_delta(output: RequestOutput, answer: CompletionOutput, first: bool, likeliest: int) -> Delta:
-    return Delta(
-        answer.text,
-        tuple(answer.token_ids),
-        answer.finish_reason,
-        answer.stop_reason,
-        tuple(output.prompt_token_ids or ()) if first else None,
-        output.num_cached_tokens or 0 if first else None,
-        answer.index,
-        tuple(_to_logprobs(answer, likeliest)),
-    )
-
-
-def _to_logprobs(answer: CompletionOutput, likeliest: int) -> Iterator[TokenLogprob]:
-    """For each token vLLM has one table of the sampled token and the likeliest ones; ranks start at 1."""
-    for token_id, table in zip(answer.token_ids, answer.logprobs or (), strict=False):
-        if table is None:
-            continue
-        ranked = sorted(table.values(), key=lambda each: each.rank or 0)[:likeliest]
-        top = tuple((each.decoded_token or "", each.logprob) for each in ranked)
-        yield TokenLogprob(table[token_id].decoded_token or "", table[token_id].logprob, top)
+        return sampling_params({**self._defaults, **request.sampling})
 
 
 def build_vllm_engines(config: EngineConfig) -> list[VllmEngine]:

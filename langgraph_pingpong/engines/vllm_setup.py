@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -16,7 +17,8 @@ import psutil
 from langgraph_pingpong.config import Device, EngineConfig, check_devices, cores_for, gpus_of
 from langgraph_pingpong.engines.orphans import PARENT
 from langgraph_pingpong.engines.vllm_kv import SIDE_PORT, kv_environment
-from langgraph_pingpong.errors import EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
+from langgraph_pingpong.environment import environment_with
+from langgraph_pingpong.errors import ConfigError, EngineNotInstalled, NixlNotInstalled, NotEnoughMemory
 
 GIB = 1 << 30
 
@@ -40,6 +42,9 @@ _HOPPER = 9
 
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OF_ONE_ENGINE = (_OWN_CORES, _VISIBLE, SIDE_PORT, PARENT)
+"""Variables that have another value for each engine, whatever the user has set."""
+
 _CPU_KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_KV_CACHE_GIB = "2"
 
@@ -52,6 +57,7 @@ def check_machine(config: EngineConfig) -> None:
         NixlNotInstalled: KV shall be transferred, and NIXL is not installed.
         DeviceError: a device does not exist on this machine.
         NotEnoughMemory: the engines would not fit into memory together.
+        ConfigError: a variable of the environment cannot be read.
     """
     if importlib.util.find_spec("vllm") is None:
         raise EngineNotInstalled("vLLM is not installed.")
@@ -107,9 +113,10 @@ def check_cpu_memory(config: EngineConfig) -> None:
 
     Raises:
         NotEnoughMemory: it is more.
+        ConfigError: how large the KV cache is cannot be read.
     """
     weights = weight_bytes(config)
-    cache = float(os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)) * GIB
+    cache = _cpu_kv_cache_gib() * GIB
     needed, free = (weights + cache) * len(config.devices), psutil.virtual_memory().available
     if needed > free:
         raise NotEnoughMemory(
@@ -118,10 +125,23 @@ def check_cpu_memory(config: EngineConfig) -> None:
         )
 
 
+def _cpu_kv_cache_gib() -> int:
+    given = os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)
+    with contextlib.suppress(ValueError):
+        if (gib := int(given)) >= 0:  # as vLLM reads it
+            return gib
+    raise ConfigError(f"The variable {_CPU_KV_CACHE} is a whole number of GiB, like 4, and not {given!r}.")
+
+
 def weight_bytes(config: EngineConfig) -> int:
     """Size of one copy of the weights in memory; 0 where the model is not in a local folder."""
     stored = sum(file.stat().st_size for file in _weight_files(Path(config.model)))
     return stored * 2 if config.dtype == "float32" else stored
+
+
+def set_up_for(config: EngineConfig, device: Device) -> AbstractContextManager[None]:
+    """Build the engine on a device within this."""
+    return environment_with(engine_environment(config, device), _OF_ONE_ENGINE)
 
 
 def quiet_vllm() -> AbstractContextManager[None]:
@@ -146,20 +166,3 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def environment_with(values: dict[str, str]) -> Iterator[None]:
-    """Set variables while an engine is built; a value the user has set stays, except the ones tied to a device."""
-    before = {name: os.environ.get(name) for name in values}
-    for name, value in values.items():
-        if name in (_OWN_CORES, _VISIBLE, SIDE_PORT, PARENT) or name not in os.environ:
-            os.environ[name] = value
-    try:
-        yield
-    finally:
-        for name, earlier in before.items():
-            if earlier is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = earlier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.bench.metrics import Figures
@@ -10,6 +11,10 @@ from langgraph_pingpong.bench.metrics import Figures
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+_MARKERS = "os^Dv*XP"
+"""Modes are told apart without their colours, too."""
 
 
 def _new(width: float = 9.0, height: float = 4.0, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -27,6 +32,11 @@ def _plain(axes: Axes, title: str, x: str = "", y: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _legend_beside(axes: Axes) -> None:
+    """Outside, where it covers nothing."""
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
 def ttft_bars(by_mode: Mapping[str, Mapping[str, Figures]]) -> Figure:
     """Time to first token by agent: a bar a mode, its median, with the range from minimum to maximum."""
     figure, (axes,) = _new()
@@ -39,7 +49,7 @@ def ttft_bars(by_mode: Mapping[str, Mapping[str, Figures]]) -> Figure:
         around = [[each.median - each.min for _, each in there], [each.max - each.median for _, each in there]]
         axes.bar(at, medians, width, yerr=around, label=mode, error_kw={"elinewidth": 0.8})
     axes.set_xticks(range(len(nodes)), nodes)
-    axes.legend(fontsize=8, frameon=False)
+    _legend_beside(axes)
     _plain(axes, "Time to first token, median and range", "agent", "ms")
     return figure
 
@@ -47,10 +57,12 @@ def ttft_bars(by_mode: Mapping[str, Mapping[str, Figures]]) -> Figure:
 def e2e_runs(by_mode: Mapping[str, Figures]) -> Figure:
     """End to end, every run of every mode, in the order of their numbers."""
     figure, (axes,) = _new()
-    for mode, figures in by_mode.items():
-        axes.plot(range(len(figures.values)), figures.values, marker="o", markersize=4, linewidth=1, label=mode)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, frameon=False)
+    for (mode, figures), marker in zip(by_mode.items(), cycle(_MARKERS), strict=False):
+        axes.plot(range(len(figures.values)), figures.values, marker=marker, markersize=5, linewidth=1, label=mode)
+    axes.set_ylim(0, 1.1 * max(figures.max for figures in by_mode.values()))
+    runs = max(len(figures.values) for figures in by_mode.values())
+    axes.set_xticks(range(0, runs, 1 + runs // 20))
+    _legend_beside(axes)
     _plain(axes, "End to end, every run", "run", "ms")
     return figure
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from langgraph_pingpong.chat_model import ChatPingPong
-from langgraph_pingpong.edges.known import Place, Source, learned, model_of, places_of, told
+from langgraph_pingpong.edges.known import Place, Source, learned, model_of, places_of, reads_tools, told
 from langgraph_pingpong.trace import Event
 
 START, END = "__start__", "__end__"
@@ -19,6 +19,7 @@ SOURCES: Mapping[Source, str] = {
     "declared": "declared: streams from the first run on",
     "dry run": "dry run: streams from the first run on",
     "learned": "learned: streams from the second run on",
+    "tools": "tools: prefilled while tools run, from the first run on",
 }
 """The prompt sources, and what each means for an edge."""
 
@@ -122,7 +123,8 @@ def picture_of(graph: Any, events: Iterable[Event] = ()) -> Picture:
     }
     order = {name: number for number, name in enumerate(nodes)}
     edges.sort(key=lambda edge: (order[edge.source], order[edge.target]))
-    picture = _with_learned(Picture(nodes, [_with_source(edge, places) for edge in edges]), places)
+    edges = [*(_with_source(edge, places) for edge in edges), *_over_tools(edges, places)]
+    picture = _with_learned(Picture(nodes, edges), places)
     runs = _runs(events)
     return _with_figures(picture, runs) if runs else picture
 
@@ -173,6 +175,14 @@ def _with_source(edge: Edge, places: Mapping[str, Place]) -> Edge:
     if before is None or after is None:
         return edge
     return replace(edge, prompt_source=told(before, after, edge.conditional, _is_ours))
+
+
+def _over_tools(edges: Sequence[Edge], places: Mapping[str, Place]) -> list[Edge]:
+    """From a call that calls tools to the one that reads their results: one a node, whatever nodes its tools have."""
+    pairs = {(edge.source, edge.target) for edge in edges}
+    back = sorted(pair for pair in pairs if pair[::-1] in pairs and pair[0] in places and pair[1] in places)
+    asked = dict.fromkeys(name for name, behind in back if reads_tools(places[name], places[behind], _is_ours))
+    return [Edge(name, name, prompt_source="tools", between_calls=True) for name in asked]
 
 
 def _with_learned(picture: Picture, places: Mapping[str, Place]) -> Picture:

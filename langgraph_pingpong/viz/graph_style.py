@@ -23,6 +23,7 @@ EDGES: Mapping[Source | None, EdgeStyle] = {
     "declared": EdgeStyle("#009e73", 2.6),
     "dry run": EdgeStyle("#2b8fd0", 2.6),
     "learned": EdgeStyle("#d55e00", 2.6),
+    "tools": EdgeStyle("#b65f92", 2.6),
     None: EdgeStyle("#8895a3", 1.2),
 }
 """By prompt source; the colours are those of Okabe and Ito, which colour-blind people can tell apart."""

@@ -18,6 +18,12 @@ from langgraph_pingpong.errors import ConfigError
 if TYPE_CHECKING:
     from langgraph_pingpong.chat_model import ChatPingPong
 
+AT_LEAST_ONE = frozenset(
+    {"agents", "users", "conversations", "requests", "rounds", "output", "last_output", "query_output", "upstream"}
+    | {"downstream"}
+)
+"""Parameters that cannot be 0: who speaks, how often, and how many tokens an answer has."""
+
 Params = Mapping[str, int]
 Texts = Mapping[str, str]
 """What was said, by the name of who said it and, where that is more than once, how often before."""
@@ -77,9 +83,12 @@ class Profile:
 
         Raises:
             UnknownSetting: there is no such parameter.
+            ConfigError: there would be nobody, or nothing to say.
         """
         values = self.values[scale]
         refuse_unknown(given, values, f"The profile {self.name}")
+        if empty := [name for name in given if name in AT_LEAST_ONE and min(given[name]) < 1]:
+            raise ConfigError(f"--set {empty[0]} needs values of at least 1.")
         lists = {name: given.get(name, value) for name, value in values.items()}
         for combination in itertools.product(*lists.values()):
             yield dict(zip(lists, combination, strict=True))
@@ -94,10 +103,28 @@ def parse_values(settings: Sequence[str]) -> dict[str, list[int]]:
     values = {}
     for setting in settings:
         name, _, listed = setting.partition("=")
-        try:
-            values[name] = [int(value) for value in listed.split(",")]
-        except ValueError:
-            raise ConfigError(f"--set {setting} is not of the form name=1,2,3.") from None
-        if not name or min(values[name]) < 0:
+        numbers = _numbers(listed)
+        if not (name and numbers) or min(numbers) < 0:
             raise ConfigError(f"--set {setting} is not of the form name=1,2,3.")
+        values[name] = numbers
     return values
+
+
+def parse_chains(text: str) -> list[int]:
+    """Numbers of chains at once from a text like '1,2,4'.
+
+    Raises:
+        ConfigError: it is not of that form, or a number is below 1.
+    """
+    numbers = _numbers(text)
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--chains {text} is not of the form 1,2,4.")
+    return numbers
+
+
+def _numbers(text: str) -> list[int]:
+    """None where one of them is no number."""
+    try:
+        return [int(value) for value in text.split(",")]
+    except ValueError:
+        return []
