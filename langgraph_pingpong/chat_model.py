@@ -41,12 +41,13 @@ from langgraph_pingpong.session import Call, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
+from langgraph_pingpong.whole_calls import WholeCalls
 
 Answer = tuple[Delta, Said, Certificate | None]
 IndexedChunk = tuple[int, ChatGenerationChunk]
 
 
-class ChatPingPong(Anchoring):
+class ChatPingPong(WholeCalls, Anchoring):
     """A chat model on your own devices whose calls prefill the prompts that follow them in a LangGraph graph.
 
     Put it into a graph in place of another chat model; nothing else changes. While one node's answer is decoded

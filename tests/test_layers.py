@@ -33,7 +33,7 @@ tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends custom_events
-calls answers run_metadata
+calls answers whole_calls run_metadata
 calling
 after_tools
 settings
