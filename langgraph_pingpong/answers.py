@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
@@ -18,29 +18,41 @@ from langgraph_pingpong.whole_calls import RAW_CALLS, RawCalls, parse_calls, rea
 Certify = Callable[[Mapping[str, Any]], None]
 """Takes the certificate of a call, besides the message that carries it."""
 
+BEHIND_BLOCKS = 1000
+"""In LangChain's v1 form, calls count from here: it numbers its blocks from 0, and merges what has the same number."""
+
 
 class AnswerChunks:
     """Makes the chunks of one call, which merge into its message."""
 
-    def __init__(self, model_name: str, certify: Certify) -> None:
+    def __init__(self, model_name: str, certify: Certify, output_version: str | None = None) -> None:
         self._model_name = model_name
         self._certify = certify
+        self._first_call = BEHIND_BLOCKS if output_version == "v1" else 0
         self._called: set[tuple[int, int]] = set()
         self._raw: dict[int, RawCalls] = defaultdict(RawCalls)
 
-    def chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk | None:
-        """The chunk for a delta; None if it says nothing."""
-        last = delta.finish_reason is not None
-        if not (last or said.content or said.reasoning or said.tool_calls or delta.logprobs):
-            return None
+    def chunks(self, delta: Delta, said: Said, certificate: Certificate | None) -> Iterator[ChatGenerationChunk]:
+        """The chunks for a delta, none if it says nothing.
+
+        Calls come in chunks of their own: content blocks, and the events made of them, leave out parts of calls that
+        come with text or in the last chunk.
+        """
         self._raw[delta.index].add(said.tool_calls)
-        message = AIMessageChunk(
-            content=said.content,
-            additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
-            tool_call_chunks=[self._tool_call_chunk(delta.index, part) for part in said.tool_calls],
-            response_metadata={"logprobs": {"content": _logprobs(delta.logprobs)}} if delta.logprobs else {},
-        )
-        if last:
+        if said.tool_calls and (said.content or said.reasoning):
+            yield ChatGenerationChunk(message=_saying(said))
+        if said.tool_calls:
+            parts = [self._tool_call_chunk(delta.index, part) for part in said.tool_calls]
+            yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=parts))
+            said = Said()
+        if delta.finish_reason is not None or said.content or said.reasoning or delta.logprobs:
+            yield self._chunk(delta, said, certificate)
+
+    def _chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk:
+        message = _saying(said)
+        if delta.logprobs:
+            message.response_metadata["logprobs"] = {"content": _logprobs(delta.logprobs)}
+        if delta.finish_reason is not None:
             message.chunk_position = "last"
             message.response_metadata.update(self._ending(delta))
         if certificate is not None:
@@ -55,7 +67,7 @@ class AnswerChunks:
         name, id = (None, None) if call in self._called else (part.name, part.id)
         if part.name:
             self._called.add(call)
-        return tool_call_chunk(name=name, id=id, args=part.arguments, index=part.index)
+        return tool_call_chunk(name=name, id=id, args=part.arguments, index=self._first_call + part.index)
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
         called = any(index == delta.index for index, _ in self._called)
@@ -63,6 +75,13 @@ class AnswerChunks:
         raw = self._raw[delta.index]
         calls = {} if raw.whole() else {RAW_CALLS: raw.told()}
         return {"model_name": self._model_name, "finish_reason": reason, **calls}
+
+
+def _saying(said: Said) -> AIMessageChunk:
+    return AIMessageChunk(
+        content=said.content,
+        additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
+    )
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

@@ -269,19 +269,19 @@ class ChatPingPong(WholeCalls, Anchoring):
 
     def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
         prepared = self._prepare(messages, terms, config := current_config())
-        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks))
+        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks), self.output_version)
         with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
             for answer in answers:
-                if chunk := made.chunk(*answer):
+                for chunk in made.chunks(*answer):
                     yield answer[0].index, chunk
 
     async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
         # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
         prepared = await asyncio.to_thread(self._prepare, messages, terms, config := current_config())
-        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks))
+        made = AnswerChunks(self.model or "default", partial(add_to_run, config, self.callbacks), self.output_version)
         async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
-                if chunk := made.chunk(*answer):
+                for chunk in made.chunks(*answer):
                     yield answer[0].index, chunk
 
     def _prepare(self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig) -> _Prepared:

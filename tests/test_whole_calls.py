@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage
 from langchain_core.tools import tool
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
@@ -17,7 +18,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph_pingpong import ChatPingPong, after_tools
 from langgraph_pingpong.engines.base import ToolCallPart
 from langgraph_pingpong.whole_calls import RawCalls, WholeCalls, parse_calls
-from tests.test_chat_contract import HERMES, answering, essence, every_way, pieces, same, tide_time
+from tests.test_chat_contract import HERMES, answering, call, essence, every_way, pieces, same, tide_time
 
 pytestmark = pytest.mark.filterwarnings("ignore:The v3 streaming protocol")
 
@@ -138,6 +139,30 @@ class TestArgumentsThatAreNoObject:
     def test_nesting_without_end_is_no_object(self) -> None:
         raw = RawCalls([ToolCallPart(0, "1", "tide_time", '{"place": ' + "[" * 100_000)]).told()
         assert [len(calls) for calls in parse_calls(raw)] == [0, 1]
+
+
+class TestContentBlocks:
+    TEXT = f"I look. {call('Oslo')}\n{call('Lima')}"
+
+    @pytest.mark.parametrize("cut", [1, 7, 40, 1000])
+    def test_of_a_streamed_answer_keep_calls_and_text_apart(self, cut: int) -> None:
+        models = [
+            answering(pieces(self.TEXT, cut), output_version="v1", streaming=on).bind_tools([tide_time])
+            for on in (False, True)
+        ]
+        for message in (*every_way(models[0]), models[1].invoke("Hi"), asyncio.run(models[1].ainvoke("Hi"))):
+            assert self.told(message) == [("text", "I look. "), ("tool_call", "Oslo"), ("tool_call", "Lima")]
+            assert [made["args"]["place"] for made in message.tool_calls] == ["Oslo", "Lima"]
+
+    @pytest.mark.parametrize("cut", [1, 40, 1000])
+    @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+    def test_of_the_third_events_hold_calls_that_come_with_text(self, cut: int) -> None:
+        model = answering(pieces(self.TEXT, cut)).bind_tools([tide_time])
+        message = model.stream_events("Hi", version="v3").output
+        assert self.told(message) == [("text", "I look. "), ("tool_call", "Oslo"), ("tool_call", "Lima")]
+
+    def told(self, message: AIMessage) -> list[tuple[str, str]]:
+        return [(block["type"], block.get("text") or block["args"]["place"]) for block in message.content_blocks]
 
 
 def test_a_hint_that_fails_does_not_fail_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
