@@ -815,6 +815,32 @@ class TestThirdEvents:
         assert len(engine_of(model).aborted) == 1
 
 
+class TestLangChainsSwitch:
+    """`stream` says whether LangChain makes a message from chunks."""
+
+    def chunks_heard(self, model: Any, **kwargs: Any) -> int:
+        class Listener(BaseCallbackHandler):
+            heard = 0
+
+            def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+                self.heard += 1
+
+        listener = Listener()
+        assert model.invoke("Hi", {"callbacks": [listener]}, **kwargs).content == "tide"
+        return listener.heard
+
+    @pytest.mark.parametrize(("stream", "settings", "heard"), [(True, {}, 4), (False, {"streaming": True}, 0)])
+    def test_is_taken_and_not_passed_to_the_engine(self, stream: bool, settings: dict[str, Any], heard: int) -> None:
+        model = answering("tide", **settings)
+        assert self.chunks_heard(model, stream=stream) == heard
+        assert self.chunks_heard(model.bind(stream=stream)) == heard
+        assert "stream" not in last_sampling(model)
+
+    def test_lets_every_method_work(self) -> None:
+        for stream in (True, False, None):
+            assert same(every_way(answering("tide").bind(stream=stream))).content == "tide"
+
+
 class TestCounting:
     def test_tokens_of_messages_are_those_of_their_prompt(self) -> None:
         model = answering("x")
