@@ -136,18 +136,7 @@ class ChatPingPong(WholeCalls, Anchoring):
             settings["engine_args"] = {"reasoning_parser": self.reasoning_parser, **self.engine_args}
         return make_serving(self.model, self.devices, settings, prompting)
 
-    # -- tokens --------------------------------------------------------------------------------------------
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, by the model's own tokenizer."""
-        return self._serving().template.encode(text)
-
-    def get_num_tokens_from_messages(
-        self, messages: Sequence[BaseMessage], tools: Sequence[ToolLike] | None = None
-    ) -> int:
-        """Tokens of the prompt that these messages make, by the model's own template and tokenizer."""
-        prompt = self._render(messages, {"tools": openai_tools(tools)} if tools else {})
-        return len(self.get_token_ids(prompt))
+    # -- prompts -------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> str:
         """The prompt of a call with these keyword arguments, as text; those that do not shape it are not looked at."""

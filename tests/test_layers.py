@@ -37,6 +37,7 @@ calls answers whole_calls run_metadata
 calling
 after_tools
 settings
+counting
 anchoring
 chat_model
 observe
