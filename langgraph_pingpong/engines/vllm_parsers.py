@@ -196,7 +196,7 @@ class _AnswerReader:
         self._text, self._content = "", ""
         self._forced = request.tool_choice not in ("auto", None)
         self._arguments: dict[int, _Arguments] = defaultdict(_Arguments)
-        self._named: set[int] = set()
+        self._called: set[int] = set()
 
     def read(self, delta: Delta) -> Said:
         """The parts of what was said since the last delta."""
@@ -207,12 +207,12 @@ class _AnswerReader:
         parts = self._parts(message.tool_calls or ()) if message is not None else ()
         self._content += content
         if finished:
-            content += self._unread() + self._held_back()
+            content += self._unread() or self._held_back()
         return Said(content, (message and message.reasoning) or "", parts)
 
     def _parts(self, calls: Sequence[Any]) -> tuple[ToolCallPart, ...]:
         parts = _parts(calls)
-        self._named.update(part.index for part in parts if part.name)
+        self._called.update(part.index for part in parts)
         parts = tuple(replace(part, arguments=self._arguments[part.index].add(part.arguments)) for part in parts)
         last = math.inf if self._request.parallel_tool_calls else 0
         return tuple(part for part in parts if part.index <= last and (part.name or part.arguments))
@@ -230,12 +230,13 @@ class _AnswerReader:
         """The content from the first opening tag on that no call followed: some parsers drop what they cannot read."""
         tags = [getattr(self._parser.tool_parser, f"tool_call_{end}_token", None) for end in ("start", "end")]
         state = getattr(self._parser, "_stream_state", None)
-        if self._forced or state is None or not state.reasoning_ended or not all(isinstance(tag, str) for tag in tags):
+        text = getattr(state, "previous_text", "") if getattr(state, "reasoning_ended", False) else ""
+        if self._forced or not all(isinstance(tag, str) for tag in tags):
             return ""
         opening, closing = map(str, tags)
-        if opening in self._content or not state.previous_text.startswith(self._content):
+        if opening in self._content or not text.startswith(self._content):
             return ""  # others give more than what comes before the tag
-        return _without_calls(state.previous_text, opening, closing, self._named)
+        return _without_calls(text, opening, closing, self._called)
 
     def _held_back(self) -> str:
         """The end of the content, where it might have become a tool call: some parsers keep that to themselves."""
