@@ -34,10 +34,11 @@ tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends custom_events
-calls answers run_metadata
+calls answers whole_calls run_metadata
 calling
 after_tools
 settings
+counting
 anchoring
 chat_model
 observe
