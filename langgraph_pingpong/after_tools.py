@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 from langchain_core.messages import AIMessage, convert_to_openai_messages
 
@@ -13,6 +14,7 @@ from langgraph_pingpong.edges.langgraph_streams import watch_stream
 from langgraph_pingpong.edges.tool_results import listen, wrote
 from langgraph_pingpong.engines.base import Said
 from langgraph_pingpong.planning import PlannedCall
+from langgraph_pingpong.tokens import Message
 from langgraph_pingpong.tool_round import AwaitedTools
 
 
@@ -28,13 +30,24 @@ class AfterTools:
     def end(self, said: Sequence[Said]) -> str:
         """The answer is complete; returns its text."""
         text = "".join(each.content for each in said)
-        self._message = calling_message(said) if self._owner is not None else None
+        turn = self._prepare(said)
         if self._planned is not None:  # before the node goes on: its next call draws on this answer
-            self._planned.end(text, convert_to_openai_messages(self._message) if self._message else None)
-        if self._message is not None and self._watch is not None:
-            self._watch()
-        self._watch = None  # nothing of the task is kept
+            self._planned.end(text, turn)
         return text
+
+    def _prepare(self, said: Sequence[Said]) -> Message | None:
+        """Get ready for the results of the tools that were called; returns the answer as the next prompt holds it."""
+        watch, self._watch = self._watch, None  # nothing of the task is kept
+        try:
+            self._message = calling_message(said) if self._owner is not None else None
+            if self._message is None:
+                return None
+            if watch is not None:
+                watch()
+            return cast("Message", convert_to_openai_messages(self._message))
+        except Exception:  # noqa: BLE001 - what follows tools is a hint: the answer stands without
+            self._message = None
+            return None
 
     def __call__(self) -> AwaitedTools | None:
         """The tools that the answer called; None if it called none."""

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 
 from langgraph_pingpong.anchors import LEASE_S, Anchor
+from langgraph_pingpong.counting import Counting
 from langgraph_pingpong.growing_prompt import common_prefix
 from langgraph_pingpong.planning import cache_salt
 from langgraph_pingpong.serving import Serving
 from langgraph_pingpong.tools import ToolLike, openai_tools
-from langgraph_pingpong.variants import Variants
 
 _FOLLOWED_BY = ("0", "an end")
 """Two texts that may follow an anchor: what is equal in both prompts does not depend on it."""
 
 
-class Anchoring(Variants):
+class Anchoring(Counting):
     """A chat model that can keep beginnings of prompts cached."""
-
-    @abstractmethod
-    def _serving(self) -> Serving:
-        """The engines and the template."""
-
-    @abstractmethod
-    def _render(self, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> str:
-        """The prompt of a call, as text."""
 
     def anchor(
         self,

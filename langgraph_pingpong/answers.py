@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import ToolCallChunk, default_tool_parser, tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.engines.base import Delta, Said, TokenLogprob, ToolCallPart
+from langgraph_pingpong.whole_calls import RAW_CALLS, RawCalls, parse_calls, read_again
 
 Certify = Callable[[Mapping[str, Any]], None]
 """Takes the certificate of a call, besides the message that carries it."""
+
+BEHIND_BLOCKS = 1000
+"""In LangChain's v1 form, calls count from here: it numbers its blocks from 0, and merges what has the same number."""
 
 
 class AnswerChunks:
     """Makes the chunks of one call, which merge into its message."""
 
-    def __init__(self, model_name: str, certify: Certify) -> None:
+    def __init__(self, model_name: str, certify: Certify, output_version: str | None = None) -> None:
         self._model_name = model_name
         self._certify = certify
+        self._first_call = BEHIND_BLOCKS if output_version == "v1" else 0
         self._called: set[tuple[int, int]] = set()
+        self._raw: dict[int, RawCalls] = defaultdict(RawCalls)
 
-    def chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk | None:
-        """The chunk for a delta; None if it says nothing."""
-        last = delta.finish_reason is not None
-        if not (last or said.content or said.reasoning or said.tool_calls or delta.logprobs):
-            return None
-        message = AIMessageChunk(
-            content=said.content,
-            additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
-            tool_call_chunks=[self._tool_call_chunk(delta.index, part) for part in said.tool_calls],
-            response_metadata={"logprobs": {"content": _logprobs(delta.logprobs)}} if delta.logprobs else {},
-        )
-        if last:
+    def chunks(self, delta: Delta, said: Said, certificate: Certificate | None) -> Iterator[ChatGenerationChunk]:
+        """The chunks for a delta, none if it says nothing.
+
+        Calls come in chunks of their own: content blocks, and the events made of them, leave out parts of calls that
+        come with text or in the last chunk.
+        """
+        self._raw[delta.index].add(said.tool_calls)
+        if said.tool_calls and (said.content or said.reasoning):
+            yield ChatGenerationChunk(message=_saying(said))
+        if said.tool_calls:
+            parts = [self._tool_call_chunk(delta.index, part) for part in said.tool_calls]
+            yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=parts))
+            said = Said()
+        if delta.finish_reason is not None or said.content or said.reasoning or delta.logprobs:
+            yield self._chunk(delta, said, certificate)
+
+    def _chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk:
+        message = _saying(said)
+        if delta.logprobs:
+            message.response_metadata["logprobs"] = {"content": _logprobs(delta.logprobs)}
+        if delta.finish_reason is not None:
             message.chunk_position = "last"
             message.response_metadata.update(self._ending(delta))
         if certificate is not None:
@@ -52,12 +67,21 @@ class AnswerChunks:
         name, id = (None, None) if call in self._called else (part.name, part.id)
         if part.name:
             self._called.add(call)
-        return tool_call_chunk(name=name, id=id, args=part.arguments, index=part.index)
+        return tool_call_chunk(name=name, id=id, args=part.arguments, index=self._first_call + part.index)
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
         called = any(index == delta.index for index, _ in self._called)
         reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
-        return {"model_name": self._model_name, "finish_reason": reason}
+        raw = self._raw[delta.index]
+        calls = {} if raw.whole() else {RAW_CALLS: raw.told()}
+        return {"model_name": self._model_name, "finish_reason": reason, **calls}
+
+
+def _saying(said: Said) -> AIMessageChunk:
+    return AIMessageChunk(
+        content=said.content,
+        additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
+    )
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -102,12 +126,8 @@ def to_result(chunks: Iterable[tuple[int, ChatGenerationChunk]]) -> ChatResult:
 
 
 def _to_generation(chunks: Sequence[ChatGenerationChunk]) -> ChatGeneration:
-    """A complete message holds complete tool calls only: one that was cut off is not to be carried out."""
-    merged = chunks[0] + list(chunks[1:])
-    message = message_chunk_to_message(merged.message)
-    if isinstance(merged.message, AIMessageChunk) and isinstance(message, AIMessage):
-        calls = [_raw_call(call) for call in merged.message.tool_call_chunks]
-        message.tool_calls, message.invalid_tool_calls = default_tool_parser(calls)
+    message = message_chunk_to_message((chunks[0] + list(chunks[1:])).message)
+    read_again(message)
     return ChatGeneration(message=message)
 
 
@@ -116,18 +136,7 @@ def calling_message(said: Sequence[Said]) -> AIMessage | None:
 
     Its calls are complete and have ids.
     """
-    calls: dict[int, ToolCallChunk] = {}
-    for part in (part for each in said for part in each.tool_calls):
-        call = calls.setdefault(part.index, tool_call_chunk(name=None, id=None, args="", index=part.index))
-        call["name"], call["id"] = call["name"] or part.name, call["id"] or part.id
-        call["args"] = (call["args"] or "") + part.arguments
-    if not calls:
+    calls, wrong = parse_calls(RawCalls(part for each in said for part in each.tool_calls).told())
+    if wrong or not calls or not all(call["id"] for call in calls):
         return None
-    complete, wrong = default_tool_parser([_raw_call(call) for call in calls.values()])
-    if wrong or not all(call["id"] for call in complete):
-        return None
-    return AIMessage("".join(each.content for each in said), tool_calls=complete)
-
-
-def _raw_call(call: ToolCallChunk) -> dict[str, Any]:
-    return {"id": call["id"], "function": {"name": call["name"], "arguments": call["args"] or "{}"}}
+    return AIMessage("".join(each.content for each in said), tool_calls=calls)

@@ -34,6 +34,9 @@ _MORE_SAMPLING = (
 
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 
+_LANGCHAINS = ("stream",)
+"""LangChain's own switch, whether it makes the message from chunks: it looks at it, and passes it on."""
+
 PROMPT_SHAPING = ("tools", "tool_choice", "chat_template_kwargs")
 """The keyword arguments that the prompt depends on."""
 
@@ -70,7 +73,7 @@ def terms_of(settings: Mapping[str, Any], stop: Sequence[str] | None, kwargs: Ma
         UnknownSetting: a keyword argument is unknown.
         CallRefused: the keyword arguments do not fit together.
     """
-    refuse_unknown(kwargs, (*SAMPLING, *OWN, *_MORE_SAMPLING, *_TOOLS), "A call")
+    refuse_unknown(kwargs, (*SAMPLING, *OWN, *_MORE_SAMPLING, *_TOOLS, *_LANGCHAINS), "A call")
     given = {**settings, **{name: value for name, value in kwargs.items() if value is not None}}
     sampling = {name: given[name] for name in (*SAMPLING, *_MORE_SAMPLING) if given.get(name) is not None}
     for name in sampling.keys() & _CONVERTED.keys():

@@ -40,12 +40,13 @@ from langgraph_pingpong.session import Call, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
+from langgraph_pingpong.whole_calls import WholeCalls
 
 Answer = tuple[Delta, Said, Certificate | None]
 IndexedChunk = tuple[int, ChatGenerationChunk]
 
 
-class ChatPingPong(Anchoring):
+class ChatPingPong(WholeCalls, Anchoring):
     """A chat model on your own devices whose calls prefill the prompts that follow them in a LangGraph graph.
 
     Put it into a graph in place of another chat model; nothing else changes. While one node's answer is decoded
@@ -131,18 +132,7 @@ class ChatPingPong(Anchoring):
             settings["engine_args"] = {"reasoning_parser": self.reasoning_parser, **self.engine_args}
         return make_serving(self.model, self.devices, settings, prompting)
 
-    # -- tokens --------------------------------------------------------------------------------------------
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, by the model's own tokenizer."""
-        return self._serving().template.encode(text)
-
-    def get_num_tokens_from_messages(
-        self, messages: Sequence[BaseMessage], tools: Sequence[ToolLike] | None = None
-    ) -> int:
-        """Tokens of the prompt that these messages make, by the model's own template and tokenizer."""
-        prompt = self._render(messages, {"tools": openai_tools(tools)} if tools else {})
-        return len(self.get_token_ids(prompt))
+    # -- prompts -------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[BaseMessage], kwargs: Mapping[str, Any]) -> str:
         """The prompt of a call with these keyword arguments, as text; those that do not shape it are not looked at."""
@@ -258,19 +248,19 @@ class ChatPingPong(Anchoring):
 
     def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
         prepared = self._prepare(messages, terms, config := current_config())
-        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks))
+        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks), self.output_version)
         with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
             for answer in answers:
-                if chunk := made.chunk(*answer):
+                for chunk in made.chunks(*answer):
                     yield answer[0].index, chunk
 
     async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
         # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
         prepared = await asyncio.to_thread(self._prepare, messages, terms, config := current_config())
-        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks))
+        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks), self.output_version)
         async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
-                if chunk := made.chunk(*answer):
+                for chunk in made.chunks(*answer):
                     yield answer[0].index, chunk
 
     def _prepare(self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig) -> _Prepared:

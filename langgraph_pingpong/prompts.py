@@ -17,6 +17,9 @@ from langgraph_pingpong.tools import Tool
 HERMES = ("hermes", "qwen3_json")
 """The names of vLLM's parsers that read the Hermes format."""
 
+_MARKUP_TOKENS = 4
+"""What chat templates write round a message, about."""
+
 _NOT_SAID = ("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call")
 """Content blocks that are no text: thoughts, and calls, which a message of LangChain's v1 form holds here as well."""
 
@@ -64,6 +67,13 @@ def render_turns(
     if not has_place_for_tools(template):
         return template.render(in_hermes_format(turns, tools), **(template_kwargs or {}))
     return template.render(turns, tools=[dict(tool) for tool in tools] or None, **(template_kwargs or {}))
+
+
+def estimate_tokens(template: ChatTemplate, messages: Sequence[BaseMessage], tools: Sequence[Tool] = ()) -> int:
+    """About how many tokens these messages are in a prompt, also where the template does not take them alone."""
+    turns = [parse_tool_arguments(_text_only(turn)) for turn in convert_to_openai_messages(messages)]
+    written = [turn["content"] + "".join(_written(turn)) for turn in _with_tools(turns, tools)]
+    return sum(len(template.encode(template.escape(text))) + _MARKUP_TOKENS for text in written)
 
 
 def _text_only(message: Message) -> Message:
@@ -119,9 +129,13 @@ def _with_tools(turns: Sequence[Message], tools: Sequence[Tool]) -> Sequence[Mes
 def _without_calls(turn: Message) -> Message:
     if not turn.get("tool_calls"):
         return turn
-    calls = [{key: call["function"][key] for key in ("name", "arguments")} for call in turn["tool_calls"]]
-    written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return {"role": turn["role"], "content": "\n".join(text for text in (turn["content"], *written) if text)}
+    return {"role": turn["role"], "content": "\n".join(text for text in (turn["content"], *_written(turn)) if text)}
+
+
+def _written(turn: Message) -> list[str]:
+    """The calls of a message."""
+    calls = [{key: call["function"][key] for key in ("name", "arguments")} for call in turn.get("tool_calls", ())]
+    return [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
 
 
 def _result(turn: Message) -> str:

@@ -490,7 +490,7 @@ class TestStreamedToolCalls:
         made = AnswerChunks("m", lambda certificate: None)
         said = [Said(tool_calls=tuple(parts)) for parts in self.fragments(style)]
         deltas = [*(Delta("x", (1,)) for _ in said[1:]), Delta("x", (1,), "stop")]
-        chunks = [chunk for pair in zip(deltas, said, strict=True) if (chunk := made.chunk(*pair, None))]
+        chunks = [chunk for pair in zip(deltas, said, strict=True) for chunk in made.chunks(*pair, None)]
         streamed = functools.reduce(AIMessageChunk.__add__, [chunk.message for chunk in chunks])
         (whole,) = [each.message for each in to_result([(0, chunk) for chunk in chunks]).generations]
         for message in (streamed, whole):

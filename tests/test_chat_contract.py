@@ -23,6 +23,7 @@ from langchain_core.messages import (
     HumanMessage,
     SystemMessage,
     ToolMessage,
+    trim_messages,
 )
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
@@ -53,6 +54,11 @@ TAKES_TOOLS = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<CALL {{ c.function.name }} {{ c.function.arguments.place }}>{% endfor %}"
     "{% endfor %}[assistant]"
+)
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
 
 
@@ -830,6 +836,32 @@ class TestThirdEvents:
         assert len(engine_of(model).aborted) == 1
 
 
+class TestLangChainsSwitch:
+    """`stream` says whether LangChain makes a message from chunks."""
+
+    def chunks_heard(self, model: Any, **kwargs: Any) -> int:
+        class Listener(BaseCallbackHandler):
+            heard = 0
+
+            def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+                self.heard += 1
+
+        listener = Listener()
+        assert model.invoke("Hi", {"callbacks": [listener]}, **kwargs).content == "tide"
+        return listener.heard
+
+    @pytest.mark.parametrize(("stream", "settings", "heard"), [(True, {}, 4), (False, {"streaming": True}, 0)])
+    def test_is_taken_and_not_passed_to_the_engine(self, stream: bool, settings: dict[str, Any], heard: int) -> None:
+        model = answering("tide", **settings)
+        assert self.chunks_heard(model, stream=stream) == heard
+        assert self.chunks_heard(model.bind(stream=stream)) == heard
+        assert "stream" not in last_sampling(model)
+
+    def test_lets_every_method_work(self) -> None:
+        for stream in (True, False, None):
+            assert same(every_way(answering("tide").bind(stream=stream))).content == "tide"
+
+
 class TestCounting:
     def test_tokens_of_messages_are_those_of_their_prompt(self) -> None:
         model = answering("x")
@@ -837,6 +869,25 @@ class TestCounting:
             counted = model.get_num_tokens_from_messages(messages, tools)
             bound = model.bind_tools(tools) if tools else model
             assert counted == bound.invoke(messages).usage_metadata["input_tokens"]
+
+    def test_a_history_is_trimmed_also_where_a_template_is_strict(self) -> None:
+        says = [HumanMessage("one " * 10), AIMessage("two " * 10), HumanMessage("three " * 10)]
+        model = answering("ok", chat_template=STRICT)
+        whole = model.get_num_tokens_from_messages(says)
+        trim: dict[str, Any] = {"token_counter": model, "strategy": "last", "start_on": "human"}
+        assert trim_messages(says, max_tokens=whole + 12, **trim) == says
+        assert trim_messages(says, max_tokens=whole - 12, **trim) == says[-1:]
+        system = SystemMessage("Be brief.")
+        assert trim_messages([system, *says], max_tokens=whole - 12, include_system=True, **trim) == [system, says[-1]]
+        assert trim_messages(says, max_tokens=whole - 12, token_counter=model, strategy="first") == says[:2]
+
+    def test_what_a_template_refuses_is_estimated_with_calls_and_tools(self) -> None:
+        strict, tolerant = answering("x", chat_template=STRICT), answering("x")
+        for messages, tools in ((HISTORY, None), ([HumanMessage("Hi"), HumanMessage("Ho")], [tide_time])):
+            exact = tolerant.get_num_tokens_from_messages(messages, tools)
+            assert abs(strict.get_num_tokens_from_messages(messages, tools) - exact) < 0.3 * exact
+        with pytest.raises(TemplateRefused):
+            strict.invoke([HumanMessage("Hi"), HumanMessage("Ho")])
 
     def test_tokens_of_a_text_are_the_tokenizers(self) -> None:
         assert answering("x").get_num_tokens("tide") == 4

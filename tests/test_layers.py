@@ -34,11 +34,12 @@ tool_round
 engines.vllm_engine engines.vllm_parsers engines.server_engine engines.server_processes session
 serving planning prompts tools
 run_ends custom_events
-calls answers run_metadata identity
+calls answers whole_calls run_metadata identity
 calling
 after_tools
 settings
 variants
+counting
 anchoring
 chat_model
 observe

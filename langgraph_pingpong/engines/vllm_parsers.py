@@ -10,8 +10,11 @@ import dataclasses
 import functools
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+import re
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from langgraph_pingpong.engines.base import Delta, Reader, Said, ToolCallPart
@@ -190,20 +193,29 @@ class _AnswerReader:
         """Give `template` where text can lag behind its ids: then the ids are made from the text."""
         self._parser, self._request, self._template = parser, request, template
         self._prompt_token_ids = list(prompt_token_ids)
-        self._text = ""
+        self._text, self._content = "", ""
+        self._forced = request.tool_choice not in ("auto", None)
+        self._arguments: dict[int, _Arguments] = defaultdict(_Arguments)
+        self._called: set[int] = set()
 
     def read(self, delta: Delta) -> Said:
         """The parts of what was said since the last delta."""
         finished = delta.finish_reason is not None
         text, ids = self._together(delta, finished)
         message = self._parser.parse_delta(text, ids, self._request, self._prompt_token_ids, finished=finished)
-        rest = self._held_back() if finished else ""
-        if message is None:
-            return Said(rest)
-        parts = _parts(message.tool_calls or ())
-        if not self._request.parallel_tool_calls:
-            parts = tuple(part for part in parts if part.index == 0)
-        return Said((message.content or "") + rest, message.reasoning or "", parts)
+        content = (message and message.content) or ""
+        parts = self._parts(message.tool_calls or ()) if message is not None else ()
+        self._content += content
+        if finished:
+            content += self._unread() or self._held_back()
+        return Said(content, (message and message.reasoning) or "", parts)
+
+    def _parts(self, calls: Sequence[Any]) -> tuple[ToolCallPart, ...]:
+        parts = _parts(calls)
+        self._called.update(part.index for part in parts)
+        parts = tuple(replace(part, arguments=self._arguments[part.index].add(part.arguments)) for part in parts)
+        last = math.inf if self._request.parallel_tool_calls else 0
+        return tuple(part for part in parts if part.index <= last and (part.name or part.arguments))
 
     def _together(self, delta: Delta, finished: bool) -> tuple[str, list[int]]:
         """Text and ids that belong together: some parsers look for a tag among the ids and cut it from the text."""
@@ -213,6 +225,18 @@ class _AnswerReader:
         end = len(self._text) if finished else self._template.unsettled_from(self._text)
         text, self._text = self._text[:end], self._text[end:]
         return text, self._template.encode(text)
+
+    def _unread(self) -> str:
+        """The content from the first opening tag on that no call followed: some parsers drop what they cannot read."""
+        tags = [getattr(self._parser.tool_parser, f"tool_call_{end}_token", None) for end in ("start", "end")]
+        state = getattr(self._parser, "_stream_state", None)
+        text = getattr(state, "previous_text", "") if getattr(state, "reasoning_ended", False) else ""
+        if self._forced or not all(isinstance(tag, str) for tag in tags):
+            return ""
+        opening, closing = map(str, tags)
+        if opening in self._content or not text.startswith(self._content):
+            return ""  # others give more than what comes before the tag
+        return _without_calls(text, opening, closing, self._called)
 
     def _held_back(self) -> str:
         """The end of the content, where it might have become a tool call: some parsers keep that to themselves."""
@@ -224,6 +248,52 @@ class _AnswerReader:
             return ""
         content = (message and message.content) or ""
         return content.removesuffix(_NO_MARKUP) if content.endswith(_NO_MARKUP) else ""
+
+
+class _Arguments:
+    """The arguments of one call. Some parsers take for more of them what comes behind.
+
+    That is further keys of the call, or "{}", which vLLM adds at the end where a tag was opened behind the call.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._end: int | None = None
+
+    def add(self, text: str) -> str:
+        """What of this text belongs to them."""
+        before = len(self._text)
+        self._text += text
+        if self._end is None and "}" in text:
+            self._end = _end_of_object(self._text)
+        if self._end is None or not self._text[self._end :].lstrip().startswith((",", "{}")):
+            return text
+        return self._text[before : max(before, self._end)]
+
+
+def _end_of_object(text: str) -> int | None:
+    """Where the JSON object ends that a text begins with."""
+    start = len(text) - len(text.lstrip())
+    if not text.startswith("{", start):
+        return None
+    try:
+        return json.JSONDecoder(strict=False).raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_calls(text: str, opening: str, closing: str, called: Container[int]) -> str:
+    """A text from the first opening tag on behind which nothing was called, without the calls that follow."""
+    region = rf"{re.escape(opening)}.*?(?:{re.escape(closing)}|\Z)"
+    spans = [found.span() for found in re.finditer(region, text, re.DOTALL)]
+    first = next((number for number in range(len(spans)) if number not in called), None)
+    if first is None:
+        return ""
+    kept, position = "", spans[first][0]
+    for number, (start, end) in enumerate(spans):
+        if number > first and number in called:
+            kept, position = kept + text[position:start], end
+    return kept + text[position:]
 
 
 def _parts(calls: Sequence[Any]) -> tuple[ToolCallPart, ...]:
