@@ -199,7 +199,7 @@ class Settings(ConfigAwareChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What answers depend on: LangChain's cache gives an answer to every model for which this is the same."""
-        shaping = ("escape_markers", "tool_parser", "reasoning_parser")
+        shaping = ("escape_markers", "tool_parser", "reasoning_parser", "output_version")
         return {
             "model": self.model_name,
             "tokenizer": getattr(self.tokenizer, "name_or_path", None),

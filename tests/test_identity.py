@@ -51,6 +51,7 @@ class TestTheCacheOfLangChain:
             {"exact": "bits"},
             {"engine_args": {"quantization": "fp8"}},
             {"chat_template_kwargs": {"mood": "calm"}},
+            {"output_version": "v1"},
             {"tokenizer": fake_tokenizer()},
         ],
     )
