@@ -207,6 +207,12 @@ class TestRefusals:
         result = CliRunner().invoke(app, ["serve", "--model", str(model_folder), *arguments])
         return result.exit_code, result.stderr
 
+    def test_of_a_key_that_no_client_can_send(self, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_API_KEY", "s3cret-key\n")
+        code, errors = self.serve(model_folder)
+        assert code == 2
+        assert "line break" in errors and "s3cret" not in errors
+
     def test_of_a_port_that_is_taken(self, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_setup, "check_cpu_memory", lambda config: None)
         with socket.socket() as taken:

@@ -21,6 +21,7 @@ from langgraph_pingpong.config import Device, EngineConfig
 from langgraph_pingpong.engines.server_engine import NO_KEY
 from langgraph_pingpong.engines.vllm_setup import check_machine, engine_args, engine_environment
 from langgraph_pingpong.errors import ConfigError, DeviceError, ServerEnded
+from langgraph_pingpong.keys import check_key
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Where vLLM finds the key to ask for. A key on the command line could be read by every user of the machine."""
@@ -112,9 +113,11 @@ class LocalServers:
 
         Raises:
             ConfigError: vLLM is missing, a device does not exist, memory does not suffice, or a port is taken.
+            BadKey: no client could send the key in VLLM_API_KEY, for which the servers ask.
         """
         if config.devices[0].kind == "fake":
             raise DeviceError("A server needs a real device: cuda:N or cpu:N.")
+        check_key(os.environ.get(KEY_VARIABLE))
         check_machine(config)
         self._config = config
         count = len(config.devices)
