@@ -204,7 +204,7 @@ def test_a_cache_size_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "abc")
     command = ["doctor", "--devices", "cpu:0", "--model", str(tmp_path), "--no-calibrate"]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert (done.exit_code, "VLLM_CPU_KVCACHE_SPACE is 'abc'" in done.stderr) == (2, True)
+    assert (done.exit_code, "and not 'abc'" in done.stderr) == (2, True)
 
 
 def test_without_an_engine_it_gives_no_advice() -> None:

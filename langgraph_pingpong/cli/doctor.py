@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from langgraph_pingpong.cli.bench import read_engine_args
 from langgraph_pingpong.cli.plain_errors import plain_errors
-from langgraph_pingpong.errors import ConfigError
+from langgraph_pingpong.engines.vllm_setup import cpu_kv_cache_gib
 
 if TYPE_CHECKING:
     from langgraph_pingpong.bench.cost_model import Speeds, Workload
@@ -96,16 +95,7 @@ def _fit(settings: EngineSettings) -> tuple[Sizes | None, Fit | None]:
         return None, None
     config = EngineConfig(resolve_model(settings.model), parse_devices(settings.devices), dtype=settings.dtype)
     sizes = sizes_of(config)
-    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization or 0.85, _cpu_cache_gib())
-
-
-def _cpu_cache_gib() -> float:
-    """The KV cache that vLLM sets aside on a CPU, in GiB."""
-    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE is {text!r}: set it to a number, in GiB, or unset it.") from None
+    return sizes, fit(settings.devices, sizes, settings.gpu_memory_utilization or 0.85, cpu_kv_cache_gib("1"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def check_cpu_memory(config: EngineConfig) -> None:
         ConfigError: how large the KV cache is cannot be read.
     """
     weights = weight_bytes(config)
-    cache = _cpu_kv_cache_gib() * GIB
+    cache = cpu_kv_cache_gib() * GIB
     needed, free = (weights + cache) * len(config.devices), psutil.virtual_memory().available
     if needed > free:
         raise NotEnoughMemory(
@@ -125,8 +125,13 @@ def check_cpu_memory(config: EngineConfig) -> None:
         )
 
 
-def _cpu_kv_cache_gib() -> int:
-    given = os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB)
+def cpu_kv_cache_gib(default: str = _CPU_KV_CACHE_GIB) -> int:
+    """The KV cache that vLLM sets aside on a CPU, in GiB.
+
+    Raises:
+        ConfigError: the variable that tells it cannot be read.
+    """
+    given = os.environ.get(_CPU_KV_CACHE, default)
     with contextlib.suppress(ValueError):
         if (gib := int(given)) >= 0:  # as vLLM reads it
             return gib

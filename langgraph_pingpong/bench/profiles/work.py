@@ -123,7 +123,7 @@ def parse_chains(text: str) -> list[int]:
 
 
 def _numbers(text: str) -> list[int]:
-    """None where one of them is no number."""
+    """Those of a list like '1,2,4'; none at all where one of them is no number."""
     try:
         return [int(value) for value in text.split(",")]
     except ValueError:
