@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Measures what docs/results/h200x2 holds, on the first two GPUs; OUT gets the files.
-#   scripts/measure_gpus.sh OUT [PART...]     parts: exact, shape, small, appends, agents, kv-pull (default: all)
+#   scripts/measure_gpus.sh OUT [PART...]     parts: exact, shape, small, appends, kv, offloading (default: all)
 # Runs that are in a file already are not run again, so a part that was stopped is gone on with. On H200s `shape` takes
 # 20 minutes, 5 of them the engines' start, and the others two to nine.
 set -euo pipefail
 out=${1:?usage: measure_gpus.sh OUT [PART...]}
 shift
-parts=${*:-exact shape small appends agents kv-pull}
+parts=${*:-exact shape small appends kv offloading}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 shape=${SHAPE:-/tmp/qwen3-14b-shape}
 devices=${DEVICES:-cuda:0,cuda:1}
@@ -38,15 +38,9 @@ for part in $parts; do
     exact)
       python3 -m langgraph_pingpong.bench.exact --devices "$devices" --runs 50 --minutes 4 --modes bits,ids --more \
         --output "$out/exact" ;;
-    agents) # 100 conversations with tools: no reuse, prefix caching, streaming edges; one long run of each
-      python3 -c "from langgraph_pingpong.cli import app; app()" bench --profile tool-agents \
-        --modes "${AGENT_MODES:-dp2-cold,dp2-serial,pingpong-many}" --devices "$devices" --dtype bfloat16 \
-        --engine-args "$dummy" --runs 1 --warmup-runs 0 --stop-after "${STOP_AFTER:-510}" \
-        --output "$out/tool-agents-14b.jsonl" "${large[@]}" ;;
-    kv-pull)
-      python3 -m langgraph_pingpong.bench.kv_pull --devices "$devices" --model "$shape" \
-        --engine-args '{"load_format": "dummy", "max_model_len": 36864}' \
-        --lengths 1024,2048,4096,8192,16384,32768 --output "$out/kv-pull-14b" ;;
+    kv) # KV read from the other engine, and the agents with tools of `shape` with it; needs NIXL
+      python3 "$here/scripts/measure_kv.py" "$out" --shape "$shape" --devices "$devices" ;;
+    offloading) python3 "$here/scripts/check_offloading.py" "$out/offloading" ;;
     *) echo "no such part: $part" >&2; exit 2 ;;
   esac
 done

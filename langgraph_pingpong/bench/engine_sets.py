@@ -26,8 +26,9 @@ TP_ARGS: Mapping[str, Any] = {
 }
 """What an engine over several GPUs needs: without it, it died on two H200 with an illegal memory access."""
 
-TP_WEIGHT = 0.6
-"""Memory of an engine over two GPUs on each of them, against one on a single GPU: half the weights, all the rest."""
+TP_WEIGHT = 0.5
+"""Memory of an engine over two GPUs on each of them, against one on a single GPU: half the weights, half of the cache
+for each token."""
 
 FEW, FEW_SHARE, MANY_SHARE = 3, 0.85, 0.92
 """Of a GPU's memory, what so many engines on it may take together by default, and what more of them may."""
@@ -103,6 +104,17 @@ class EngineSet:
         self.model = model
         self.pool: EnginePool = model._serving().pool
         self.recorder = Recorder(self.pool)
+        self._used = len(self.pool.engines)
+
+    def use(self, place: Place) -> None:
+        """Serve as engines of a place do: of a pair that stands in for one engine, only the first gets anything."""
+        self._used = 1 if place == "one" else len(self.pool.engines)
+        for index, each in enumerate(self.pool._placement.places):
+            each.up = index < self._used
+
+    def memory(self) -> list[dict[str, Any]]:
+        """What is known of the KV caches of the engines that are used."""
+        return self.pool.memory()[: self._used]
 
 
 class EngineSets:
@@ -115,14 +127,20 @@ class EngineSets:
             DeviceError: a mode needs devices that were not given.
         """
         self._settings = settings
-        self.keys = tuple(dict.fromkeys(settings.key(mode) for mode in modes))
+        wanted = {settings.key(mode) for mode in modes}
+        self._stands_in = {key: pair for key in wanted if (pair := _pair_for(key, settings.kind)) in wanted}
+        self.keys = tuple(dict.fromkeys(self._key(mode) for mode in modes))
         self._calls = calls
         self._sets: dict[SetKey, EngineSet] = {}
         _check(settings, modes)
 
     def of(self, mode: Mode) -> EngineSet:
         """The engines of a mode. Valid once started."""
-        return self._sets[self._settings.key(mode)]
+        return self._sets[self._key(mode)]
+
+    def _key(self, mode: Mode) -> SetKey:
+        key = self._settings.key(mode)
+        return self._stands_in.get(key, key)
 
     def start(self, told: Callable[[str], None]) -> None:
         """Start them; `told` hears of each.
@@ -185,6 +203,11 @@ class EngineSets:
         if settings.kind == "fake":
             _set_speeds(model._serving().pool, FAKE_TP_GAIN if width > 1 else 1.0)
         return model
+
+
+def _pair_for(key: SetKey, kind: str) -> SetKey | None:
+    """The pair whose first engine is what one engine alone would be; None on CPUs, where that has all cores."""
+    return replace(key, place="pair") if key.place == "one" and kind != "cpu" else None
 
 
 def _check(settings: EngineSettings, modes: Sequence[Mode]) -> None:

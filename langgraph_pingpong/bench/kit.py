@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,8 +99,10 @@ class Kit:
     """After how many seconds no further run is begun that would end later."""
     began: float = field(default_factory=time.monotonic)
 
-    def run(self, jobs: Sequence[Job]) -> int:
+    def run(self, jobs: Sequence[Job], first: Callable[[EngineSets], None] | None = None) -> int:
         """Do the runs that are not in the files yet; returns how many are left.
+
+        `first` is called once the engines are up, before any run.
 
         Raises:
             ConfigError: the settings cannot work, or a file belongs to others.
@@ -121,6 +123,8 @@ class Kit:
             EngineSets(self.settings, list(needed.values()), self.calls) as sets,
         ):
             start_s = self._start(sets)
+            if first is not None:
+                first(sets)
             return sum(self._job(sets, *each, start_s) for each in to_do)
 
     def _start(self, sets: EngineSets) -> float:

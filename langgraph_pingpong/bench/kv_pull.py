@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -37,15 +38,20 @@ def main(  # noqa: PLR0913 - a parameter an option
     """Time reads of KV at different lengths of the prompt."""
     places = devices.split(",") if devices else list(default_devices())
     named = {"model": model or "SmolLM2-135M-Instruct", "dtype": dtype, "engine_args": engine_args}
-    lines: list[dict[str, Any]] = [{"setup": circumstances("kv_pull", places, **named)}]
+    setup = circumstances("kv_pull", places, **named)
     settings = {"model": model or None, "devices": places, "dtype": dtype, "engine_args": json.loads(engine_args)}
     with ChatPingPong(**settings, kv_transfer=True) as chat_model:
-        pool = chat_model._serving().pool
-        pool.start()
-        for number in range(rounds):
-            for length in map(int, lengths.split(",")):
-                lines.append({"length": length, "round": number, **pool.loop.run(_times(pool, length, number))})
-                write_lines(output.with_suffix(".jsonl"), lines)
+        measure(chat_model._serving().pool, setup, list(map(int, lengths.split(","))), rounds, output)
+
+
+def measure(pool: EnginePool, setup: Mapping[str, Any], lengths: Sequence[int], rounds: int, output: Path) -> None:
+    """Time reads between the engines of a pool that were built for it, and write OUTPUT.jsonl and OUTPUT.md."""
+    lines: list[dict[str, Any]] = [{"setup": setup}]
+    pool.start()
+    for number in range(rounds):
+        for length in lengths:
+            lines.append({"length": length, "round": number, **pool.loop.run(_times(pool, length, number))})
+            write_lines(output.with_suffix(".jsonl"), lines)
     output.with_suffix(".md").write_text(summary(lines), encoding="utf-8")
 
 

@@ -132,6 +132,7 @@ class Runner:
 
     def _prepare(self, engines: EngineSet, mode: Mode, work: Work) -> None:
         _wait_until_idle(engines)
+        engines.use(mode.place)
         engines.pool.planner = self._planners.get(mode.name)  # modes do not learn from each other
         engines.recorder.uncached = mode.cache == "never"
         engines.pool.reset_prefix_cache()
@@ -177,7 +178,7 @@ class Runner:
             "texts": [texts for texts, _ in said],
             **_told(events, engines.recorder.take(), start),
             **({"turns": work.turns.take(start)} if work.turns else {}),
-            "memory": engines.pool.memory(),
+            "memory": engines.memory(),
         }
 
 
