@@ -21,8 +21,6 @@ bench() { # FILE MODES ENGINE_ARGS [OPTION...]
     --stop-after "${STOP_AFTER:-510}" --output "$out/$file.jsonl" "$@"
 }
 
-large=(--model "$shape" --max-model-len 16384)
-dummy='{"load_format": "dummy"}'
 for part in $parts; do
   case $part in
     shape) # every mode and profile, with one start of the engines
