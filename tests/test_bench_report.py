@@ -13,7 +13,17 @@ from langgraph_pingpong.bench.document import Heading, Picture, Table, Text, to_
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.metrics import Figures
 from langgraph_pingpong.bench.report import report
-from langgraph_pingpong.bench.results import BEGIN, END, committed, main, section, title_of, with_section
+from langgraph_pingpong.bench.results import (
+    BEGIN,
+    DEMO_BEGIN,
+    DEMO_END,
+    END,
+    committed,
+    main,
+    section,
+    title_of,
+    with_section,
+)
 from langgraph_pingpong.cli import app
 from langgraph_pingpong.errors import OtherResults
 from langgraph_pingpong.viz import figures
@@ -192,10 +202,10 @@ def test_committed_results_get_a_report_and_a_table_in_the_readme(folder: Path, 
     for name in ("chain", "grid"):
         (results / f"{name}.jsonl").write_text((folder / f"{name}.jsonl").read_text())
     (results / "other.jsonl").write_text('{"setup": {"seed": 1}}\n{"run": 0}\n')
-    readme.write_text(f"Before.\n\n{BEGIN}\n{END}\n\nAfter.\n")
+    readme.write_text(f"{DEMO_BEGIN}\n{DEMO_END}\n\n{BEGIN}\n{END}\n\nAfter.\n")
     main(results, readme)
     text = readme.read_text()
-    assert text.startswith(f"Before.\n\n{BEGIN}\n\n| ") and text.endswith(f"{END}\n\nAfter.\n")
+    assert text.startswith(f"{DEMO_BEGIN}\n{DEMO_END}\n\n{BEGIN}\n\n| ") and text.endswith(f"{END}\n\nAfter.\n")
     rows = [row for row in text.splitlines() if row.startswith("|")][2:]
     assert [row.split(" | ")[1] for row in rows] == ["serial", "pingpong", "pingpong-many", "dp2-serial"]
     title = title_of(committed(results)[results / "chain.jsonl"])

@@ -12,7 +12,15 @@ from typing import Any
 
 from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.bench.document import to_markdown
-from langgraph_pingpong.bench.results import committed, report_on, section, with_section
+from langgraph_pingpong.bench.results import (
+    DEMO_BEGIN,
+    DEMO_END,
+    committed,
+    demo_section,
+    report_on,
+    section,
+    with_section,
+)
 from tests.attentive import attentive
 
 README = Path(__file__).parent.parent / "README.md"
@@ -70,16 +78,18 @@ def means(name: str) -> str:
 
 
 def test_its_figures_are_those_of_the_committed_results() -> None:
-    by_hand = README.read_text(encoding="utf-8").partition("<!-- results")[0]  # the rest is made by a command
-    rows = re.findall(r"\| \[.*?\]\(docs/results/(.*?)\.md\) \| (.*) \|", by_hand)
+    of_the_demo = README.read_text(encoding="utf-8").partition(DEMO_END)[0]
+    rows = re.findall(r"\| \[.*?\]\(docs/results/(.*?)\.md\) \| (.*) \|", of_the_demo)
     assert len(rows) == 2
     for name, figures in rows:
         assert figures == means(name)
 
 
-def test_the_table_of_results_is_made_from_the_committed_files() -> None:
+def test_the_tables_of_results_are_made_from_the_committed_files() -> None:
     readme = README.read_text(encoding="utf-8")
     assert with_section(readme, section(committed(RESULTS), README.parent)) == readme, "run make results"
+    made = demo_section(RESULTS, README.parent)
+    assert with_section(readme, made, DEMO_BEGIN, DEMO_END) == readme, "run make results"
 
 
 def test_reports_are_made_from_the_files_beside_them() -> None:

@@ -76,8 +76,7 @@ def _run(model: ChatPingPong, mode: str, max_tokens: int, brief_tokens: int) -> 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, from the lines of the JSON file."""
-    setup, runs = lines[0]["setup"], lines[1:]
-    by_mode = {mode: [run for run in runs if run["overlap"] == mode] for mode in MODES}
+    setup, by_mode = lines[0]["setup"], _by_mode(lines)
     parts = [
         "# The demo graph, edges off and on",
         told(setup),
@@ -91,6 +90,41 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
         _checks(by_mode),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+HEAD = (
+    "",
+    "end to end, off",
+    "on",
+    "first token of downstreams, off",
+    "on",
+    "prompt ids equal",
+    "texts equal",
+)
+
+
+def row(lines: Sequence[dict[str, Any]], link: str) -> list[str]:
+    """The means of all compared runs in one row, ms: under `HEAD`; `link` leads to the summary."""
+    setup, by_mode = lines[0]["setup"], _by_mode(lines)
+    every = [agent for runs in by_mode.values() for run in runs for agent in run["agents"]]
+    first, *_, last = (agent["output_tokens"] for agent in by_mode["off"][0]["agents"])
+    label = f"{setup['model']} on {', '.join(setup['devices'])}, answers of {first} tokens, the last of {last}"
+    waits = {mode: mean(a["ttft_ms"] for run in by_mode[mode] for a in run["agents"][1:]) for mode in MODES}
+    return [
+        f"[{label}]({link})",
+        *(f"{mean(run['e2e_ms'] for run in by_mode[mode]):.0f}" for mode in MODES),
+        *(f"{waits[mode]:.0f}" for mode in MODES),
+        f"{sum(agent['ids_equal'] for agent in every)} of {len(every)}",
+        f"{_equal_texts(by_mode)} of {len(by_mode['off'])}",
+    ]
+
+
+def _by_mode(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {mode: [line for line in lines[1:] if line["overlap"] == mode] for mode in MODES}
+
+
+def _equal_texts(by_mode: dict[str, list[dict[str, Any]]]) -> int:
+    return sum(off["state"] == on["state"] for off, on in zip(by_mode["off"], by_mode["on"], strict=True))
 
 
 def _ttft_rows(by_mode: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
@@ -116,12 +150,11 @@ def _checks(by_mode: dict[str, list[dict[str, Any]]]) -> str:
     prefilled = sum(agent["static"] + agent["streamed"] for agent in downstream)
     share_of_prompts = prefilled / sum(agent["prompt_tokens"] for agent in downstream)
     equal_ids = sum(agent["ids_equal"] for agent in every)
-    equal_texts = sum(off["state"] == on["state"] for off, on in pairs)
     return "\n".join(
         [
             f"- Saved end to end, mean of all runs: {saved:.0f} ms, {share:.1%}.",
             f"- Prompt ids as in the full rendering: {equal_ids} of {len(every)} calls.",
-            f"- Runs whose texts are equal with edges off and on: {equal_texts} of {len(pairs)}.",
+            f"- Runs whose texts are equal with edges off and on: {_equal_texts(by_mode)} of {len(pairs)}.",
             f"- Of the downstream prompts, {share_of_prompts:.1%} was prefilled before its turn and "
             f"{sum(agent['wasted'] for agent in downstream)} tokens were wasted.",
         ]

@@ -1,4 +1,4 @@
-"""Brings what is told of the committed results up to date: a report beside each file, and the table in the README.
+"""Brings what is told of the committed results up to date: a report beside each file, and the tables in the README.
 
     python -m langgraph_pingpong.bench.results
 
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from langgraph_pingpong.bench import metrics
+from langgraph_pingpong.bench import demo, metrics
 from langgraph_pingpong.bench.common import table
 from langgraph_pingpong.bench.document import Block, save_pictures, to_markdown
 from langgraph_pingpong.bench.groups import Compared, Group, compare, hidden_share, named, varying
@@ -23,6 +24,7 @@ from langgraph_pingpong.bench.report import MANY_CASES, report
 from langgraph_pingpong.errors import OtherResults
 
 BEGIN, END = "<!-- results: made by `make results` -->", "<!-- end of results -->"
+DEMO_BEGIN, DEMO_END = "<!-- demo: made by `make results` -->", "<!-- end of demo -->"
 
 EARLIER = "earlier"
 """A folder of files that say how it was before: they keep their reports, and have no row in the README."""
@@ -114,31 +116,43 @@ def _cells(group: Group, base: Group | None) -> list[str]:
     return [*known, *against, *measured, f"{equal.ids} of {equal.runs}", f"{equal.texts} of {equal.runs}"]
 
 
-def with_section(readme: str, made: str) -> str:
-    """The README with the section in its place.
+def demo_section(folder: Path, root: Path) -> str:
+    """The table of what the demo's benchmark wrote into a folder, as Markdown."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            if " langgraph_pingpong.bench.demo " not in json.loads(next(file))["setup"].get("command", ""):
+                continue
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows.append(demo.row(lines, path.with_suffix(".md").relative_to(root).as_posix()))
+    return table(demo.HEAD, rows) if rows else ""
+
+
+def with_section(readme: str, made: str, begin: str = BEGIN, end: str = END) -> str:
+    """The README with a section in its place, which is between the lines `begin` and `end`.
 
     Raises:
         ValueError: it has no place for it.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"The README lacks the lines {BEGIN} and {END}.")
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}" if made else f"{before}{BEGIN}\n{END}{after}"
+    before, found, rest = readme.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"The README lacks the lines {begin} and {end}.")
+    return f"{before}{begin}\n\n{made}\n\n{end}{after}" if made else f"{before}{begin}\n{end}{after}"
 
 
 def main(
     folder: Annotated[Path, typer.Option(help="Where the files are.")] = Path("docs/results"),
     readme: Annotated[Path, typer.Option(help="The file with the table.")] = Path("README.md"),
 ) -> None:
-    """Write the report beside each file, and the table in the README."""
+    """Write the report beside each file, and the tables in the README."""
     files = committed(folder)
     for path, results in files.items():
         blocks = report_on(path, results)
         save_pictures(blocks, path.parent / "figures")
         path.with_suffix(".md").write_text(to_markdown(blocks, "figures"), encoding="utf-8")
     text = with_section(readme.read_text(encoding="utf-8"), section(files, readme.parent))
-    readme.write_text(text, encoding="utf-8")
+    readme.write_text(with_section(text, demo_section(folder, readme.parent), DEMO_BEGIN, DEMO_END), encoding="utf-8")
 
 
 if __name__ == "__main__":
