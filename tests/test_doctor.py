@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from langgraph_pingpong import EnginePool, FakeEngine
 from langgraph_pingpong.bench import doctor
-from langgraph_pingpong.bench.calibration import calibrate, takes_appends
-from langgraph_pingpong.bench.cost_model import Place, Speeds, Workload, advise, pays_from, predict
+from langgraph_pingpong.bench.calibration import calibrate, calibrate_across, takes_appends
+from langgraph_pingpong.bench.cost_model import Across, Place, Speeds, Workload, advise, fits_beside, pays_from, predict
 from langgraph_pingpong.bench.doctor import Answers, Memory, Sizes, checklist, fit, link_in_words, links, sizes_of
 from langgraph_pingpong.bench.engine_sets import EngineSettings
 from langgraph_pingpong.cli import app
@@ -40,6 +40,32 @@ def test_what_does_not_fit_beside_an_answer_is_left() -> None:
     riding = 10 * 128
     mixed = (riding + 10) * 0.0005 + (3000 - riding) * 0.001 + 0.02
     assert short["same-device overlap"] == pytest.approx(3.2 + 0.02 + 0.3 + 2 * mixed)
+
+
+def test_engines_that_slow_each_other() -> None:
+    fits = replace(PAIR, across=Across(prefill_s=0.0008, slowed_s=0.0002))
+    assert fits_beside(WORK, 0.01, fits.beside) == 1000  # 0.8 s of the answer's 1.2
+    assert predict(WORK, fits)["ping-pong"] == pytest.approx(predict(WORK, PAIR)["ping-pong"] + 2 * 0.2)
+    long = replace(PAIR, across=Across(prefill_s=0.002, slowed_s=0.0005))
+    tokens = 1.0 / 0.0015  # the answer takes 1.333 s then, in which so many tokens take 0.002 s each
+    assert fits_beside(WORK, 0.01, long.beside) == pytest.approx(tokens)
+    more = tokens * 0.0005 + (1000 - tokens) * 0.001
+    assert predict(WORK, long)["ping-pong"] == pytest.approx(predict(WORK, PAIR)["ping-pong"] + 2 * more)
+    drowned = replace(PAIR, across=Across(prefill_s=0.001, slowed_s=0.001))
+    assert fits_beside(WORK, 0.01, drowned.beside) == 1000
+    assert any("slows a decode by 0.20 s" in reason for reason in advise(WORK, fits).reasons)
+
+
+async def test_what_engines_cost_each_other_is_measured() -> None:
+    engines = [
+        FakeEngine(f"fake:{n}", prefill_speed=20_000.0, decode_speed=200.0, time_scale=1.0, reply=lambda _: "ab " * 40)
+        for n in range(2)
+    ]
+    pool = EnginePool(engines)
+    across = await calibrate_across(engines[0], engines[1], Speeds(1 / 20_000, 1 / 200, 0.0, 0.0))
+    assert 0.8 / 20_000 < across.prefill_s < 4 / 20_000
+    assert across.slowed_s < across.prefill_s, "modelled engines have nothing in common"
+    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +187,17 @@ def test_the_command_looks_measures_and_advises() -> None:
         app, ["doctor", "--devices", "fake:0,fake:1", "--reusable", "--tp"], env={"COLUMNS": "200"}
     )
     assert done.exit_code == 0, done.output
-    for text in ("fake:1", "sound", "ping-pong", "tensor parallel", "Advice: ", "yes: 4,506 tokens", "not said"):
+    for text in (
+        "fake:1",
+        "sound",
+        "ping-pong",
+        "tensor parallel",
+        "slows a decode by",
+        "Measured in ",
+        "Advice: ",
+        "yes: 4,506 tokens",
+        "not said",
+    ):
         assert text in done.output
     assert "is taken to be" not in done.output, "it was measured"
 

@@ -39,6 +39,18 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
+class Across:
+    """What two engines cost each other while one decodes and the other prefills, on devices of their own.
+
+    `prefill_s` is the time a token of a prompt takes meanwhile, `slowed_s` how much longer the decoding takes for it.
+    Cores of one processor share memory and caches; GPUs hardly share anything.
+    """
+
+    prefill_s: float
+    slowed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """A chain of `agents`: a static prefix and an answer for each, in tokens; `chains` of them at once.
 
@@ -68,7 +80,8 @@ class Place:
     """What there is: devices, the link between them, whether the weights fit twice, and measured speeds.
 
     `tp` are the speeds of an engine over all devices, if they were measured. `alone` are those of an engine that runs
-    alone, where it has more of the machine than one of several: on CPUs all cores.
+    alone, where it has more of the machine than one of several: on CPUs all cores. `across` is what two engines cost
+    each other; None takes them to be independent.
     """
 
     devices: int
@@ -78,6 +91,12 @@ class Place:
     tp: Speeds | None = None
     gpus: bool = True
     alone: Speeds | None = None
+    across: Across | None = None
+
+    @property
+    def beside(self) -> Across:
+        """What prefilling for one engine's downstream on another one costs."""
+        return self.across or Across(self.speeds.prefill_s, 0.0)
 
     @property
     def single(self) -> Speeds:
@@ -91,16 +110,22 @@ def serial_s(work: Workload, speeds: Speeds) -> float:
     return prompts * speeds.prefill_s + work.agents * speeds.floor_s + work.decoding * speeds.step_s
 
 
-def left_s(work: Workload, speeds: Speeds) -> float:
-    """What of a downstream's static prefix is not prefilled when its upstream ends."""
-    return max(0.0, work.static * speeds.prefill_s - work.output * speeds.step_s)
+def fits_beside(work: Workload, step_s: float, across: Across) -> float:
+    """How many tokens of a downstream's static prefix are prefilled elsewhere while its upstream speaks.
+
+    The answer takes `output * step_s + tokens * slowed_s`, and the tokens take `tokens * prefill_s` of that.
+    """
+    each = across.prefill_s - across.slowed_s
+    return min(work.static, work.output * step_s / each) if each > 0 else work.static
 
 
-def ping_pong_s(work: Workload, speeds: Speeds) -> float:
+def ping_pong_s(work: Workload, place: Place) -> float:
     """Two engines: a downstream's prompt is prefilled while its upstream speaks elsewhere."""
+    speeds, across = place.speeds, place.beside
     first = (work.static + work.document) * speeds.prefill_s + speeds.floor_s
-    downstreams = work.agents - 1
-    return first + work.decoding * speeds.step_s + downstreams * (left_s(work, speeds) + speeds.floor_s)
+    fits = fits_beside(work, speeds.step_s, across)
+    downstream = fits * across.slowed_s + (work.static - fits) * speeds.prefill_s + speeds.floor_s
+    return first + work.decoding * speeds.step_s + (work.agents - 1) * downstream
 
 
 def same_device_s(work: Workload, speeds: Speeds) -> float:
@@ -119,7 +144,7 @@ def predict(work: Workload, place: Place) -> dict[Topology, float]:
         "same-device overlap": same_device_s(work, place.single),
     }
     if place.devices > 1 and place.fits_twice:
-        times["ping-pong"] = ping_pong_s(work, speeds)
+        times["ping-pong"] = ping_pong_s(work, place)
     if place.devices > 1 and place.gpus:
         times["tensor parallel"] = serial_s(work, place.tp or speeds.faster(TP_GAIN[place.link]))
     return times
@@ -155,15 +180,18 @@ def advise(work: Workload, place: Place) -> Advice:
 
 def _reasons(work: Workload, place: Place, times: Mapping[Topology, float]) -> list[str]:
     speeds = place.speeds
-    prefill, decode = work.static * speeds.prefill_s, work.output * speeds.step_s
+    prefill, decode = work.static * place.beside.prefill_s, work.output * speeds.step_s
     share = (work.agents - 1) * work.static * place.single.prefill_s / times["serial"]
-    hidden = min(1.0, decode / prefill) if prefill else 1.0
+    hidden = fits_beside(work, speeds.step_s, place.beside) / work.static if work.static else 1.0
     reasons = [
         f"Prefilling the static prefixes of the agents after the first takes {share:.0%} of a serial run.",
         f"An answer of {work.output:,} tokens takes {decode:.2f} s, a static prefix of {work.static:,} takes "
         f"{prefill:.2f} s: {hidden:.0%} of it fits beside the answer.",
         _of_mixing(work, place.single),
     ]
+    if place.across is not None:
+        slowed = work.static * place.across.slowed_s
+        reasons.append(f"Prefilled on another device, it slows a decode by {slowed:.2f} s.")
     if place.alone is not None:
         faster = speeds.prefill_s / place.alone.prefill_s
         reasons.append(f"One engine alone has all cores: it prefills {faster:.1f} times as fast as one of several.")

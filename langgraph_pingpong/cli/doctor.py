@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +16,11 @@ from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.engines.vllm_setup import cpu_kv_cache_gib
 
 if TYPE_CHECKING:
-    from langgraph_pingpong.bench.cost_model import Speeds, Workload
+    from langgraph_pingpong.bench.cost_model import Across, Speeds, Workload
     from langgraph_pingpong.bench.doctor import Answers, Fit, Sizes
     from langgraph_pingpong.bench.document import Block
     from langgraph_pingpong.bench.engine_sets import EngineSettings
+    from langgraph_pingpong.pool import EnginePool
 
 _WORK = "Workload"
 _KNOWN = "What only you know"
@@ -72,7 +75,7 @@ def doctor(  # noqa: PLR0913 - a parameter for each option
 def _blocks(settings: EngineSettings, work: Workload, answers: Answers, calibrate: bool, tp: bool) -> Iterator[Block]:
     from langgraph_pingpong.bench.cost_model import Place, advise
     from langgraph_pingpong.bench.doctor import advice_blocks, checklist, free_share, machine_blocks
-    from langgraph_pingpong.bench.document import Heading, Table
+    from langgraph_pingpong.bench.document import Heading, Table, Text
 
     free = free_share(settings.devices)  # before an engine takes its part
     sizes, fits = _fit(settings)
@@ -80,8 +83,11 @@ def _blocks(settings: EngineSettings, work: Workload, answers: Answers, calibrat
     yield from machine_blocks(settings.devices, sizes, fits, found.appends if found else None)
     if found is not None:
         twice, gpus = fits is None or fits.twice, settings.kind != "cpu"
-        place = Place(len(settings.devices), _link(settings), twice, found.speeds, found.tp, gpus, found.alone)
+        place = Place(
+            len(settings.devices), _link(settings), twice, found.speeds, found.tp, gpus, found.alone, found.across
+        )
         yield from advice_blocks(work, place, advise(work, place))
+        yield Text(f"Measured in {found.took_s:.0f} s, the engines' start aside.")
     yield Heading("Checklist", 1)
     yield Table(["question", "answer"], checklist(work, answers, free))
 
@@ -100,35 +106,50 @@ def _fit(settings: EngineSettings) -> tuple[Sizes | None, Fit | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Speeds of one engine a device, of one over all devices, of one alone, and whether prompts may grow by deltas."""
+    """Speeds of one engine a device, of one over all devices, of one alone, and what engines cost each other.
+
+    `appends` tells whether prompts may grow by deltas, `took_s` how long measuring took.
+    """
 
     speeds: Speeds
     tp: Speeds | None
     alone: Speeds | None
+    across: Across | None
     appends: bool
+    took_s: float
 
 
 def _measure(settings: EngineSettings, tp: bool) -> _Measured:
     """Start engines and measure them."""
-    several = len(settings.devices) > 1
-    speeds, appends = _speeds(settings, ["dp2-serial" if several else "serial", *(["tp2-serial"] if tp else [])])
-    # On CPUs an engine alone has the cores of all devices. It comes when the others are gone, which would slow it.
-    alone = _speeds(settings, ["serial"])[0][0] if several and settings.kind == "cpu" else None
-    return _Measured(speeds[0], speeds[1] if tp else None, alone, appends)
+    from langgraph_pingpong.bench.calibration import calibrate, calibrate_across, takes_appends
+
+    several, took_s = len(settings.devices) > 1, 0.0
+    with _engines(settings, ["dp2-serial" if several else "serial", *(["tp2-serial"] if tp else [])]) as pools:
+        began, first = time.monotonic(), pools[0]
+        speeds, *over_all = [pool.loop.run(calibrate(pool.engines[0])) for pool in pools]
+        across = first.loop.run(calibrate_across(first.engines[0], first.engines[1], speeds)) if several else None
+        appends = first.loop.run(takes_appends(first.engines[0]))
+        took_s += time.monotonic() - began
+    alone = None
+    if several and settings.kind == "cpu":
+        # An engine alone has the cores of all devices. It comes when the others are gone, which would slow it.
+        with _engines(settings, ["serial"]) as (pool,):
+            began = time.monotonic()
+            alone = pool.loop.run(calibrate(pool.engines[0]))
+            took_s += time.monotonic() - began
+    return _Measured(speeds, over_all[0] if tp else None, alone, across, appends, took_s)
 
 
-def _speeds(settings: EngineSettings, names: Sequence[str]) -> tuple[list[Speeds], bool]:
-    """The speeds of an engine of each of these modes, and whether the prompts of the first may grow by deltas."""
-    from langgraph_pingpong.bench.calibration import calibrate, takes_appends
+@contextmanager
+def _engines(settings: EngineSettings, names: Sequence[str]) -> Iterator[list[EnginePool]]:
+    """The pool of each of these modes, started."""
     from langgraph_pingpong.bench.engine_sets import EngineSets
     from langgraph_pingpong.bench.modes import MODES
 
     console, modes = Console(stderr=True), [MODES[name] for name in names]
     with EngineSets(settings, modes, {}) as sets:
         sets.start(lambda text: console.print(f"{text} ...", highlight=False))
-        pools = [sets.of(mode).pool for mode in modes]
-        measured = [pool.loop.run(calibrate(pool.engines[0])) for pool in pools]
-        return measured, pools[0].loop.run(takes_appends(pools[0].engines[0]))
+        yield [sets.of(mode).pool for mode in modes]
 
 
 def _link(settings: EngineSettings) -> str:
