@@ -7,9 +7,9 @@ of 1 to 64 tokens, pieces of 128 cost 15 ms a step on an H200 with a model of 14
 
 - `cudagraph_capture_sizes`: two pieces and the decodes have to be in vLLM's row. With few `max_num_seqs`, vLLM would
   capture twice as many tokens only, and its row is made longer.
-- `cudagraph_mode` "FULL": a step that decodes and prefills is one graph, its attention included. Of the backends, those
-  that cannot (in 0.26 all but FlashAttention 3, Triton, FlexAttention and ROCm's) make vLLM take FULL_AND_PIECEWISE
-  instead, which launches the attention of such a step by hand, layer by layer.
+- Not `cudagraph_mode` "FULL", which would have the attention of such a step in the graph, too: with FlashAttention 3
+  (vLLM 0.26 on an H200) its numbers are wrong, those of prompts that nobody prefilled included. vLLM's own mode launches
+  that attention by hand, layer by layer.
 - `long_prefill_token_threshold`: vLLM paces a prefill by itself, a piece a step, and it can be aborted between steps.
   Pieces that edges send one by one each wait for the answer to the one before it, while steps go by without one. But
   older vLLM paces a prefill that is alone, too, so that a prompt that nobody prefilled takes twice as long (0.26, 14B,
@@ -73,11 +73,10 @@ def riding(kind: str, given: Mapping[str, Any], *, engine_paces: bool = True) ->
     """
     if kind != "cuda":
         return None
-    compilation = given.get("compilation_config") or {}
-    if not isinstance(compilation, Mapping):  # vLLM takes a level, too
-        compilation = {"mode": compilation}
-    args: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "FULL", **compilation}}
-    sizes = given.get("cudagraph_capture_sizes") or compilation.get("cudagraph_capture_sizes")
+    args: dict[str, Any] = {}
+    compilation = given.get("compilation_config")
+    graphs = compilation if isinstance(compilation, Mapping) else {}  # vLLM takes a level, too
+    sizes = given.get("cudagraph_capture_sizes") or graphs.get("cudagraph_capture_sizes")
     if not sizes and (given.get("max_num_seqs") or STEP) < STEP:
         sizes = args["cudagraph_capture_sizes"] = capture_sizes(given["max_num_seqs"])
     piece = piece_beside_decodes(sizes or ())

@@ -15,7 +15,6 @@ from langgraph_pingpong.bench.recording import Recorder
 from langgraph_pingpong.chat_model import ChatPingPong
 from langgraph_pingpong.config import Device, EngineConfig, count_devices, default_devices, parse_devices
 from langgraph_pingpong.engines.fake_engine import FakeEngine
-from langgraph_pingpong.engines.vllm_setup import engine_args
 from langgraph_pingpong.errors import DeviceError
 from langgraph_pingpong.exact import Exact
 from langgraph_pingpong.pool import EnginePool
@@ -94,7 +93,7 @@ class EngineSettings:
         plain = EngineConfig("", parse_devices(self.devices), engine_args=self.engine_args)
         rides = replace(plain, same_device=True)
         assert rides.riding is not None, "on GPUs prefills ride"
-        return rides.riding.paced or engine_args(plain) != engine_args(rides)
+        return rides.riding.paced or plain.vllm_args != rides.vllm_args
 
 
 class EngineSet:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from langgraph_pingpong.config import Device, EngineConfig
 from langgraph_pingpong.engines.server_engine import NO_KEY
-from langgraph_pingpong.engines.vllm_setup import check_machine, engine_args, engine_environment
+from langgraph_pingpong.engines.vllm_setup import check_machine, engine_environment
 from langgraph_pingpong.errors import ConfigError, DeviceError, ServerEnded
 from langgraph_pingpong.keys import check_key
 
@@ -196,7 +196,7 @@ class LocalServers:
 def server_command(config: EngineConfig) -> list[str]:
     """The command of a server, without host and port. Its device is in its environment."""
     needed = {name: value for name, value in _SERVER_ARGS.items() if name not in config.engine_args}
-    args = {**engine_args(config), **needed}
+    args = {**config.vllm_args, **needed}
     args.pop("disable_log_stats")  # the metrics tell the block size
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(args)]
 

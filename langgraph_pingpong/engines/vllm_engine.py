@@ -28,7 +28,6 @@ from langgraph_pingpong.engines.vllm_kv import VllmKv
 from langgraph_pingpong.engines.vllm_outputs import check_not_aborted, to_delta
 from langgraph_pingpong.engines.vllm_setup import (
     check_machine,
-    engine_args,
     interrupts_held,
     set_up_for,
 )
@@ -168,7 +167,7 @@ class VllmEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            args = engine_args(self._config) | (self._kv.engine_args() if self._kv else {})
+            args = self._config.vllm_args | (self._kv.engine_args() if self._kv else {})
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self._settled = llm.vllm_config

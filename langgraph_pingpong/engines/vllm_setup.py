@@ -6,11 +6,10 @@ import contextlib
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -34,11 +33,6 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-_DECIDES_ON_GRAPHS = ("enforce_eager", "optimization_level", "attention_backend", "attention_config")
-"""Arguments with which the user has decided which CUDA graphs there are, or can be."""
-
-_HOPPER = 9
 
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -81,31 +75,6 @@ def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
         _CPU_KV_CACHE: os.environ.get(_CPU_KV_CACHE, _CPU_KV_CACHE_GIB),
         _OWN_CORES: ",".join(map(str, cores)),
     }
-
-
-def engine_args(config: EngineConfig) -> dict[str, Any]:
-    """The arguments for vLLM's engine on this machine: those of the config, and whole CUDA graphs where they are sound.
-
-    The end of a prompt that was prefilled is a short step. By default vLLM launches the attention of a step that
-    prefills by hand, layer by layer; as one graph, it takes hardly longer than a decode. FlashAttention 3, which vLLM
-    takes on Hopper GPUs, can be captured so. Where another backend is found to serve a model, vLLM goes back to its
-    default by itself.
-    """
-    args = dict(config.vllm_args)
-    given = args.get("compilation_config") or {}
-    decided = not isinstance(given, Mapping) or "cudagraph_mode" in given or "mode" in given
-    decided = decided or any(args.get(name) for name in _DECIDES_ON_GRAPHS)
-    if config.kind == "cuda" and config.exact == "ids" and not decided and _is_hopper():
-        args["compilation_config"] = {"cudagraph_mode": "FULL", **given}
-    return args
-
-
-def _is_hopper() -> bool:
-    with quiet_vllm():
-        from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability()
-    return capability is not None and capability.major == _HOPPER
 
 
 def check_cpu_memory(config: EngineConfig) -> None:
