@@ -83,14 +83,7 @@ def _answers(model: str, mode: str) -> dict[str, list[Step]]:
     def ask(*prompts: Sequence[int], tokens: int = ANSWER) -> list[list[Step]]:
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=LIKELIEST, ignore_eos=True)
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        outputs = [each.outputs[0] for each in llm.generate(asked, sampling, use_tqdm=False)]
-        return [
-            [
-                (token, {each: known.logprob for each, known in step.items()})
-                for token, step in zip(ids, steps, strict=True)
-            ]
-            for ids, steps in ((output.token_ids, output.logprobs) for output in outputs)
-        ]
+        return [_steps(each.outputs[0]) for each in llm.generate(asked, sampling, use_tqdm=False)]
 
     found = {}
     for case, cached, prompts in _cases(texts):
@@ -100,6 +93,12 @@ def _answers(model: str, mode: str) -> dict[str, list[Step]]:
         for number, answer in enumerate(ask(*prompts)):
             found[f"{case}, prompt {number}" if len(prompts) > 1 else case] = answer
     return found
+
+
+def _steps(output: Any) -> list[Step]:
+    """From what vLLM gives."""
+    known = [{token: logprob.logprob for token, logprob in step.items()} for step in output.logprobs]
+    return list(zip(output.token_ids, known, strict=True))
 
 
 def _cases(texts: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, list[Sequence[int]]]]:
@@ -136,15 +135,7 @@ def summary(lines: Sequence[Line]) -> str:
         wide = sum(gap is None or gap > 0.25 for gap in parted)
         most = [f"{max(line[name] for line in group):.2f}" for name in ("first", "most")]
         rows.append([graphs, kind, str(len(group)), *most, str(len(parted)), str(wide)])
-    heads = [
-        "graphs",
-        "prompts",
-        "number",
-        "first token, largest difference",
-        "any token",
-        "parted",
-        "by more than 0.25",
-    ]
+    heads = ["graphs", "prompts", "number", "first token, most apart", "any token", "parted", "by more than 0.25"]
     return "\n\n".join(["# CUDA graphs and what they compute", told(setup), table(heads, rows)]) + "\n"
 
 
