@@ -259,7 +259,7 @@ class Session:
             self.drop(earlier, "its device failed")
             earlier = None
         place = earlier.lease if earlier else self._place(upcoming, upstream, lease, ahead)
-        if place is not None and earlier is None and not _has_room(place, upcoming):
+        if place is not None and earlier is None and not _takes(place, upcoming):
             place.release()
             place = None
         if place is None:
@@ -333,9 +333,9 @@ def session_of(owner: object | None, pool: EnginePool) -> Session:
     return session
 
 
-def _has_room(place: Lease, upcoming: Upcoming) -> bool:
-    """Whether a device may hold one more prompt, beside those that it holds, if nobody may ask for it."""
-    return upcoming.branched is None or place.engine.budget.may_branch(len(upcoming.prompt.ids))
+def _takes(place: Lease, upcoming: Upcoming) -> bool:
+    """Whether a device is up, and may hold one more prompt beside those that it holds, if nobody may ask for it."""
+    return place.up and (upcoming.branched is None or place.engine.budget.may_branch(len(upcoming.prompt.ids)))
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

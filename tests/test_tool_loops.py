@@ -22,8 +22,9 @@ from langgraph.types import Command, interrupt
 
 from langgraph_pingpong import ChatPingPong, streaming_tool
 from langgraph_pingpong.edges import tool_results
-from langgraph_pingpong.errors import ConfigError
-from tests.conftest import wait_until
+from langgraph_pingpong.errors import ConfigError, EngineDead
+from langgraph_pingpong.trace import Event
+from tests.conftest import leases_on, wait_until
 from tests.graph_gallery.agents import call, tool_user
 
 if TYPE_CHECKING:
@@ -182,6 +183,23 @@ class TestWhileToolsRun:
         assert said(results[0]) == said(results[1])
         assert "nothing known of Oslo" in results[0]["messages"][-2].text
         assert last(record)["wasted"] == 0
+
+    def test_nothing_is_prefilled_or_reserved_where_the_only_engine_is_down(self, lab: Lab) -> None:
+        """It fails as its answer ends, and takes no more while its process is replaced."""
+        model, record, _ = models(lab, call("tide", place="Oslo"), "It is low.", engines=1)
+        engine = lab.engines[0]
+
+        def fail(event: Event) -> None:
+            if event.name == "finish" and len(record.named("finish")) == 1:
+                engine.stopped, engine.fail_restart = True, OSError("no memory")
+                model.pool.health.failed(0, EngineDead("killed"))
+
+        model.trace.subscribe(fail)
+        with pytest.raises(EngineDead):
+            hand_made(model, [sleepy("tide", RESULT)]).invoke(QUESTION)
+        assert record.named("edge.quiet") and not record.named("plan.failed")
+        assert leases_on(model.pool) == 0
+        model.pool.close()
 
     def test_a_result_that_middleware_changes_is_answered_as_it_is_and_counted(self, lab: Lab) -> None:
         @wrap_tool_call
