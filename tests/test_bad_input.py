@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -175,6 +176,27 @@ class TestModels:
         call = lambda: model.invoke([("system", "Be brief."), ("human", "Hello.")])  # noqa: E731
         refused(TemplateRefused, r"roles: system, user\): a user must begin", call)
         assert [engine.starts for engine in lab.engines] == [0, 0]
+
+    def test_whose_template_is_none(self, lab: Lab) -> None:
+        model = lab.model(chat_template="{{ messages[0].content }}\n{% if %}")
+        refused(NoChatTemplate, "cannot be read. Line 2: Expected an expression", lambda: model.invoke("Hello."))
+
+
+class TestTexts:
+    @pytest.mark.parametrize("escape_markers", [True, False])
+    @pytest.mark.parametrize(
+        "messages", ["Crabs \ud83e", [("system", "\udd80"), ("human", [{"type": "text", "text": "x"}])]]
+    )
+    def test_with_half_a_character_are_refused(self, lab: Lab, messages: Any, escape_markers: bool) -> None:
+        model = lab.model(escape_markers=escape_markers)
+        refused(CallRefused, r"holds half of a character, '\\ud83e|udd80'", lambda: model.invoke(messages))
+
+    def test_are_mended_by_what_the_error_says(self, lab: Lab) -> None:
+        text = "Crabs \ud83e\udd80 and half of one \ud83e"
+        with pytest.raises(CallRefused) as caught:
+            lab.model().invoke(text)
+        (mends,) = re.findall(r"(text\..*) mends it", str(caught.value))
+        assert eval(mends) == "Crabs \U0001f980 and half of one \N{REPLACEMENT CHARACTER}"
 
 
 class TestVllm:
