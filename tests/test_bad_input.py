@@ -290,6 +290,9 @@ class TestSettings:
             {"max_tokens": "5"},
             {"max_tokens": 2.5},
             {"n": "2"},
+            {"n": 0},
+            {"max_tokens": 0},
+            {"max_tokens": -1},
             {"logprobs": True, "top_logprobs": "many"},
         ],
     )
