@@ -375,6 +375,18 @@ class TestLongPrompts:
         assert usage["input_tokens"] + usage["output_tokens"] == 100
         assert answer.response_metadata["finish_reason"] == "length"
 
+    @pytest.mark.parametrize("overlap", ["on", "off"])
+    def test_ask_for_no_more_than_there_is_room_for(self, lab: Lab, overlap: str) -> None:
+        """Engines in this process would end the answer there. Servers refuse the call."""
+        model = lab.model(overlap=overlap, max_tokens=300, speed={"max_model_len": 500})
+        graph = lab.chain(model)
+        for _ in range(2):  # from the second run on the answer is begun ahead, with the same limit
+            graph.invoke({"task": "Short."})
+        asked = [request for engine in lab.engines for request in engine.requests]
+        assert min(500 - len(each.prompt_token_ids) for each in asked) < 300
+        for each in asked:
+            assert each.sampling["max_tokens"] == min(300, 500 - len(each.prompt_token_ids))
+
 
 class Settling(FakeEngine):
     """Finds out when it starts how much context it has room for."""
