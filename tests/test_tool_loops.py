@@ -454,6 +454,21 @@ class TestEnds:
         asyncio.run(cancelled())
         self.nothing_waits(lab)
 
+    def test_a_run_that_is_cancelled_before_its_answer_calls_a_tool(self, lab: Lab) -> None:
+        """The node is synchronous: it cannot be interrupted, and its answer comes all the same."""
+        on, record, _ = models(lab, call("tide", place="Oslo"))
+        graph = hand_made(on, [sleepy("tide")])
+
+        async def cancelled() -> None:
+            task = asyncio.create_task(graph.ainvoke(QUESTION))
+            await asyncio.to_thread(record.wait_for, "generate.started")
+            task.cancel()
+            await asyncio.wait([task])
+
+        asyncio.run(cancelled())
+        assert record.named("finish")
+        self.nothing_waits(lab)
+
     def test_many_runs_at_once_hear_their_own_tools(self, lab: Lab) -> None:
         @tool
         def tide(place: str, runtime: ToolRuntime) -> str:
