@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from langgraph_pingpong.engines.base import Appends, Engine, Request
-from langgraph_pingpong.errors import AnchorTooLarge, CallRefused
+from langgraph_pingpong.errors import AnchorTooLarge, CallRefused, EngineError
 from langgraph_pingpong.health import FAILED, Health
 from langgraph_pingpong.placement import block_keys
 
@@ -217,14 +217,20 @@ class Anchors:
                 kept.looks[index].set()
 
     async def _keep(self, index: int, kept: Kept) -> None:
-        """Look after one anchor on one device until it is let go of."""
+        """Look after one anchor on one device until it is let go of.
+
+        Whoever makes it is told what stands against it. From then on an engine that takes no more at the moment, or
+        fails at it, is asked again.
+        """
         opened: Appends | None = None
         look = kept.looks[index]
+        borne: tuple[type[EngineError], ...] = FAILED
         try:
             while True:
                 look.clear()
-                with contextlib.suppress(*FAILED), self._health.watching(index, hint=True):
+                with contextlib.suppress(*borne), self._health.watching(index, hint=True):
                     opened = await self._hold(index, kept, opened)
+                borne = (EngineError,)
                 await asyncio.sleep(min(PAUSE_S, TOUCH_S))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(look.wait(), TOUCH_S)

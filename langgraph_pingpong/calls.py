@@ -109,10 +109,17 @@ def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
     return {int(token): min(100.0, max(-100.0, float(bias))) for token, bias in given.items()}
 
 
+def _count(given: Any) -> int:
+    """As the model's own settings, at least one."""
+    if (count := operator.index(given)) < 1:
+        raise ValueError("it is at least 1")
+    return count
+
+
 _CONVERTED: dict[str, Callable[[Any], Any]] = {
     "logit_bias": _biases,
-    "n": operator.index,
-    "max_tokens": operator.index,
+    "n": _count,
+    "max_tokens": _count,
     "top_logprobs": int,
 }
 """Arguments that have several forms, or that this side counts with before an engine sees them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,7 @@ from langgraph_pingpong.custom_events import streamed
 from langgraph_pingpong.edges import RunningTask, running_task
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
-from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
+from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content, within
 from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
@@ -274,7 +274,7 @@ class ChatPingPong(WholeCalls, Anchoring):
         serving.pool.start()
         room = self._check_length(node, len(ids), serving.pool.engines[0].max_model_len)
         sampling, read = self._reading(serving, terms, ids)
-        request = Request(ids, {"max_tokens": room, **sampling}, cache_salt=cache_salt(config))
+        request = Request(ids, within(room, sampling), cache_salt=cache_salt(config))
         self._trace.called(request.request_id)
         decode = serving.decoder(sampling)
         if task is None:
@@ -288,7 +288,7 @@ class ChatPingPong(WholeCalls, Anchoring):
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
         turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
         begin = partial(planner_of(serving.pool).begin, task, turns, serving.template, shaping, others)
-        return _Prepared(serving, call, task, begin)
+        return _Prepared(serving, call, task, begin, sampling)
 
     def _check_length(self, node: str, tokens: int, limit: int | None) -> int:
         """The tokens that are left for the answer."""
@@ -342,7 +342,7 @@ class ChatPingPong(WholeCalls, Anchoring):
         """A call of a graph begins, of which edges may leave."""
         planned = prepared.begin() if prepared.begin else None
         if planned is not None and self.speculate:
-            planned.remember_sampling(prepared.call.request, prepared.serving.pool.engines[0].max_model_len)
+            planned.remember_sampling(prepared.sampling)
         elif planned is not None:
             planned.forget_sampling()
         return planned
@@ -350,12 +350,16 @@ class ChatPingPong(WholeCalls, Anchoring):
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A call, ready for the engine; `begin` makes its plan, where edges may leave it."""
+    """A call, ready for the engine; `begin` makes its plan, where edges may leave it.
+
+    `sampling` is what the call asks for, before its limit is brought down to what the context leaves.
+    """
 
     serving: Serving
     call: Call
     task: RunningTask | None = None
     begin: Callable[[], PlannedCall] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _single(terms: Terms) -> Terms:

@@ -241,7 +241,10 @@ class EngineStartFailed(EngineError):
 class EngineDead(EngineError):
     """The engine's process ended while it was needed."""
 
-    hint = "If it was closed, create a new model or pool; if it died, it is started again, and its log says why."
+    hint = (
+        "If it was closed, or is out of use, create a new model or pool; if it died, it is started again, and its log "
+        "says why."
+    )
 
 
 class EngineBusy(EngineError):

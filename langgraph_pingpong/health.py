@@ -39,6 +39,8 @@ class Health:
         self._engines = engines
         self._placement = placement
         self._causes: dict[int, Exception] = {}
+        self._out_of_use: dict[int, str] = {}
+        """What became of engines that are not restarted any more."""
         self.lives = [0] * len(engines)
         """How often each engine was started."""
         self._restarts: dict[int, asyncio.Task[None]] = {}
@@ -52,6 +54,15 @@ class Health:
     def is_up(self, index: int) -> bool:
         """Whether an engine serves, as far as is known."""
         return self._placement.places[index].up
+
+    def check_in_use(self, index: int) -> None:
+        """See that an engine serves, or may serve again.
+
+        Raises:
+            EngineDead: it is not restarted any more.
+        """
+        if index in self._out_of_use:
+            raise EngineDead(self._out_of_use[index])
 
     @contextmanager
     def watching(self, index: int, *, hint: bool = False) -> Iterator[None]:
@@ -113,7 +124,9 @@ class Health:
 
     def _give_up(self, index: int, error: Exception) -> None:
         device, why = self._engines[index].device, message_of(error)
-        logger.warning("The engine on %s is out of use: %d restarts failed. %s", device, MAX_TRIES, why)
+        self._out_of_use[index] = f"The engine on {device} is out of use: {MAX_TRIES} restarts failed. {why}"
+        self._causes[index] = EngineDead(self._out_of_use[index])
+        logger.warning("%s", self._out_of_use[index])
         self.emit("engine.gave_up", index, error=why)
 
     async def close(self) -> None:

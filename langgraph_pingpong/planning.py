@@ -27,7 +27,6 @@ from langgraph_pingpong.edges.langgraph_loops import graphs_around, when_graph_e
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.sources import Ahead, Known, Moment, RendererOf, foresee, foresee_after_tools
 from langgraph_pingpong.edges.tasks import RunningTask
-from langgraph_pingpong.engines.base import Request
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import render_turns, template_with
@@ -64,11 +63,8 @@ class Samplings:
         with self._lock:
             return self._last.get((key, after_tools), self._last.get((key, not after_tools)))
 
-    def remember(self, key: CallKey, after_tools: bool, request: Request, max_model_len: int) -> None:
-        """Keep what a call asked for, but for a limit that is only what the context leaves."""
-        sampling = dict(request.sampling)
-        if len(request.prompt_token_ids) + sampling.get("max_tokens", 0) == max_model_len:
-            del sampling["max_tokens"]
+    def remember(self, key: CallKey, after_tools: bool, sampling: Sampling) -> None:
+        """Keep what a call asked for."""
         with self._lock:
             self._last[key, after_tools] = sampling
             self._last.move_to_end((key, after_tools))
@@ -93,9 +89,9 @@ class PlannedCall:
     _book: RunBook
     _samplings: Samplings
 
-    def remember_sampling(self, request: Request, max_model_len: int) -> None:
-        """Let the answer of the next such call be begun before it comes."""
-        self._samplings.remember(self.record.key, _reads_results(self.record.messages), request, max_model_len)
+    def remember_sampling(self, sampling: Sampling) -> None:
+        """Let the answer of the next such call, which asks for the same, be begun before it comes."""
+        self._samplings.remember(self.record.key, _reads_results(self.record.messages), sampling)
 
     def forget_sampling(self) -> None:
         """Let no answer of such a call be begun before it comes."""

@@ -63,6 +63,7 @@ class Lease:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """The engine's answer to a call; see `Engine.generate`."""
+        self._pool.health.check_in_use(self.index)
         await self.bring(request)
         self._pool._placement.computed(self.index, request.prompt_token_ids, request.cache_salt)
         with self._pool._first[self.index].one_more() as through:

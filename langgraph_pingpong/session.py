@@ -250,8 +250,11 @@ class Session:
     def open_edge(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> None:
         """Start prefilling an expected prompt, `ahead` devices after the one that answers the upstream.
 
-        If there is an edge to that call already, the one that knows more of its prompt stays.
+        If there is an edge to that call already, the one that knows more of its prompt stays. Where the run is over, no
+        call comes: a synchronous node goes on in its thread when its run is cancelled.
         """
+        if not self.is_open:
+            return
         earlier = self._edges.get(upcoming.key)
         if earlier is not None and earlier.upcoming.prompt.reach >= upcoming.prompt.reach:
             return
@@ -259,9 +262,6 @@ class Session:
             self.drop(earlier, "its device failed")
             earlier = None
         place = earlier.lease if earlier else self._place(upcoming, upstream, lease, ahead)
-        if place is not None and earlier is None and not _has_room(place, upcoming):
-            place.release()
-            place = None
         if place is None:
             self.emit(upstream.trace, "edge.quiet", upcoming.key.node, lease.engine.device, source=upcoming.source)
             return
@@ -278,7 +278,15 @@ class Session:
             edge.take_over(earlier)
 
     def _place(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> Lease | None:
-        """Where an edge prefills: while its upstream speaks on another device, unless it shall be the same."""
+        """Where an edge prefills; None where it cannot, or where its call will do better without."""
+        place = self._reserve(upcoming, upstream, lease, ahead)
+        if place is None or _takes(place, upcoming):
+            return place
+        place.release()
+        return None
+
+    def _reserve(self, upcoming: Upcoming, upstream: Call, lease: Lease, ahead: int) -> Lease | None:
+        """While its upstream speaks on another device, unless it shall be the same."""
         if upstream.same_device:
             return self.pool.lease_beside(lease)
         if not ahead:
@@ -333,9 +341,9 @@ def session_of(owner: object | None, pool: EnginePool) -> Session:
     return session
 
 
-def _has_room(place: Lease, upcoming: Upcoming) -> bool:
-    """Whether a device may hold one more prompt, beside those that it holds, if nobody may ask for it."""
-    return upcoming.branched is None or place.engine.budget.may_branch(len(upcoming.prompt.ids))
+def _takes(place: Lease, upcoming: Upcoming) -> bool:
+    """Whether a device is up, and may hold one more prompt beside those that it holds, if nobody may ask for it."""
+    return place.up and (upcoming.branched is None or place.engine.budget.may_branch(len(upcoming.prompt.ids)))
 
 
 def _is_past(upcoming: Upcoming, key: CallKey, step: int) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from langgraph_pingpong.engines.base import Appends, Request
+from langgraph_pingpong.engines.base import Appends, Request, within
 from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, ToolResult, common_prefix
 from langgraph_pingpong.pool import Lease
 from langgraph_pingpong.speculation import Speculation, Worth
@@ -24,8 +24,8 @@ LARGEST_PIECE = 2048
 class Upcoming:
     """A call of the model that is expected next, and its growing prompt.
 
-    `step` is the superstep it is expected in, if that is known; `source` tells who foresaw it. `sampling` is that of
-    the same call before, without a limit that only fills the context; None if its answer is not to be begun ahead.
+    `step` is the superstep it is expected in, if that is known; `source` tells who foresaw it. `sampling` is what
+    the same call asked for before; None if its answer is not to be begun ahead.
     `branched` is the superstep in which the graph decides whether it comes at all; None if it surely comes.
     """
 
@@ -204,7 +204,7 @@ class StreamingEdge:
                 return False
         if ids is None or len(ids) >= engine.max_model_len:
             return False
-        full = {"max_tokens": engine.max_model_len - len(ids), **sampling}
+        full = within(engine.max_model_len - len(ids), sampling)
         self._speculation = self.lease.begin(Request(ids, full, cache_salt=self._cache_salt))
         if self._speculation is None:
             return False

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from langgraph_pingpong.errors import ModelNotFound, NoChatTemplate, TemplateRefused
+from langgraph_pingpong.errors import CallRefused, ModelNotFound, NoChatTemplate, TemplateRefused
 from langgraph_pingpong.growing import HARD_TEXT, GrowingIds, growing_kind
 from langgraph_pingpong.model_files import UNREADABLE, why
 from langgraph_pingpong.segments import MARKER_BREAK, take_apart
@@ -110,9 +110,13 @@ class ChatTemplate:
 
         Raises:
             TemplateRefused: the template refused the messages.
+            NoChatTemplate: it is no template.
+            CallRefused: a text has a character in it that no tokenizer takes.
         """
         try:
             return self._apply(messages, tools, template_kwargs)
+        except TemplateSyntaxError as error:
+            raise NoChatTemplate(f"The chat template cannot be read. Line {error.lineno}: {error.message}") from error
         except TemplateError as error:
             order = self._refused_order(messages, tools, template_kwargs)
             raise TemplateRefused(f"The chat template refused {order}: {error}") from error
@@ -145,7 +149,7 @@ class ChatTemplate:
     def _escaped(self, value: Any) -> Any:
         """Break up the markers in every text of a message or tool."""
         if isinstance(value, str):
-            return self.escape(value)
+            return self.escape(_checked(value))
         if isinstance(value, Mapping):
             return {self._escaped(key): self._escaped(part) for key, part in value.items()}
         return [self._escaped(part) for part in value] if isinstance(value, list | tuple) else value
@@ -207,6 +211,23 @@ class ChatTemplate:
         """
         settled = len(text.rstrip().rstrip("\N{REPLACEMENT CHARACTER}"))
         return min(settled, len(text) - _open_end(text, self._added_starts))
+
+
+def _checked(text: str) -> str:
+    """A text of a message or tool, which is to be encoded.
+
+    Raises:
+        CallRefused: it holds half of a character, as is left where UTF-16 was cut.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, repair = text[error.start], ".encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        raise CallRefused(
+            f"A text in the messages or tools holds half of a character, {half!r}, which no token stands for. "
+            f"text{repair} mends it."
+        ) from error
+    return text
 
 
 def _starts(texts: Iterable[str]) -> Starts:

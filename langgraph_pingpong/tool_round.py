@@ -95,8 +95,8 @@ class ToolRounds:
         self._open: list[ToolRound] = []
 
     def begin(self, session: Session, call: Call, lease: Lease, awaited: AwaitedTools | None) -> None:
-        """An answer is complete; None if it called no tools."""
-        if awaited is None:
+        """An answer is complete; None if it called no tools. None of them is run where the run is over already."""
+        if awaited is None or not session.is_open:
             return
         for done in [each for each in self._open if each.over] or self._open[: 1 - MAX_ROUNDS]:
             done.stop()

@@ -14,7 +14,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, anchors, engine_pool
 from langgraph_pingpong.config import EngineConfig, parse_devices
 from langgraph_pingpong.engines.base import Request
-from langgraph_pingpong.errors import AnchorTooLarge, BadKvCache, CallRefused, EngineDead
+from langgraph_pingpong.errors import AnchorTooLarge, BadKvCache, CallRefused, EngineBusy, EngineDead
 from langgraph_pingpong.evictions import Evictions
 from langgraph_pingpong.health import Health
 from langgraph_pingpong.placement import Placement
@@ -121,6 +121,19 @@ class TestAnchors:
             event = record.wait_for("anchor.rewarmed")
             assert (event.device, event.data["tokens"] > 200) == ("fake:0", True)
             assert cached(model) >= anchor.tokens - 16
+
+    @pytest.mark.usefixtures("often")
+    def test_outlast_an_engine_that_takes_no_more_for_a_while(self, lab: Lab) -> None:
+        model = lab.model(1, speed={"takes_appends": False})
+        record, (engine,) = lab.record(model), lab.engines
+        with model.anchor(RULES) as anchor:
+            model.invoke("Hello")  # from now on the model hears of the pool's engines
+            engine.fail_prefill, asked = EngineBusy("queue full"), len(engine.prefills)
+            wait_until(lambda: len(engine.prefills) > asked + 1, 5, "refusals")
+            engine.fail_prefill = None
+            engine.evict()
+            record.wait_for("anchor.rewarmed")
+            assert anchor.devices == ["fake:0"]
 
     @pytest.mark.usefixtures("often")
     def test_are_brought_back_on_emptied_caches_and_new_engines(self, lab: Lab) -> None:

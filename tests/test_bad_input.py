@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -176,6 +177,27 @@ class TestModels:
         refused(TemplateRefused, r"roles: system, user\): a user must begin", call)
         assert [engine.starts for engine in lab.engines] == [0, 0]
 
+    def test_whose_template_is_none(self, lab: Lab) -> None:
+        model = lab.model(chat_template="{{ messages[0].content }}\n{% if %}")
+        refused(NoChatTemplate, "cannot be read. Line 2: Expected an expression", lambda: model.invoke("Hello."))
+
+
+class TestTexts:
+    @pytest.mark.parametrize("escape_markers", [True, False])
+    @pytest.mark.parametrize(
+        "messages", ["Crabs \ud83e", [("system", "\udd80"), ("human", [{"type": "text", "text": "x"}])]]
+    )
+    def test_with_half_a_character_are_refused(self, lab: Lab, messages: Any, escape_markers: bool) -> None:
+        model = lab.model(escape_markers=escape_markers)
+        refused(CallRefused, r"holds half of a character, '\\ud83e|udd80'", lambda: model.invoke(messages))
+
+    def test_are_mended_by_what_the_error_says(self, lab: Lab) -> None:
+        text = "Crabs \ud83e\udd80 and half of one \ud83e"
+        with pytest.raises(CallRefused) as caught:
+            lab.model().invoke(text)
+        (mends,) = re.findall(r"(text\..*) mends it", str(caught.value))
+        assert eval(mends) == "Crabs \U0001f980 and half of one \N{REPLACEMENT CHARACTER}"
+
 
 class TestVllm:
     def test_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
@@ -268,6 +290,9 @@ class TestSettings:
             {"max_tokens": "5"},
             {"max_tokens": 2.5},
             {"n": "2"},
+            {"n": 0},
+            {"max_tokens": 0},
+            {"max_tokens": -1},
             {"logprobs": True, "top_logprobs": "many"},
         ],
     )
@@ -349,6 +374,18 @@ class TestLongPrompts:
         usage = answer.usage_metadata
         assert usage["input_tokens"] + usage["output_tokens"] == 100
         assert answer.response_metadata["finish_reason"] == "length"
+
+    @pytest.mark.parametrize("overlap", ["on", "off"])
+    def test_ask_for_no_more_than_there_is_room_for(self, lab: Lab, overlap: str) -> None:
+        """Engines in this process would end the answer there. Servers refuse the call."""
+        model = lab.model(overlap=overlap, max_tokens=300, speed={"max_model_len": 500})
+        graph = lab.chain(model)
+        for _ in range(2):  # from the second run on the answer is begun ahead, with the same limit
+            graph.invoke({"task": "Short."})
+        asked = [request for engine in lab.engines for request in engine.requests]
+        assert min(500 - len(each.prompt_token_ids) for each in asked) < 300
+        for each in asked:
+            assert each.sampling["max_tokens"] == min(300, 500 - len(each.prompt_token_ids))
 
 
 class Settling(FakeEngine):

@@ -16,7 +16,14 @@ from langgraph.types import RetryPolicy
 
 from langgraph_pingpong import ChatPingPong, EnginePool, FakeEngine, health
 from langgraph_pingpong.engines.base import Delta, Request
-from langgraph_pingpong.errors import CallRefused, CallTimedOut, EngineDead, EngineError, ServerFailed
+from langgraph_pingpong.errors import (
+    CallRefused,
+    CallTimedOut,
+    EngineDead,
+    EngineError,
+    EngineStartFailed,
+    ServerFailed,
+)
 from langgraph_pingpong.trace import Event
 from tests.conftest import ASSISTANT, Lab, byte_tokenizer, going_on, pseudo_words, wait_until
 from tests.test_token_families import qwen_3
@@ -398,7 +405,7 @@ class TestOtherErrors:
 
     def test_closing_the_pool_is_no_death(self, lab: Lab) -> None:
         model, record = started(lab, speed={"decode_speed": 10.0})
-        threading.Timer(0.2, model.pool.close).start()
+        on(model, "first_token", "", lambda: threading.Thread(target=model.pool.close).start())
         with pytest.raises(EngineDead, match="closed while"):
             model.invoke("Hello.")
         assert not record.named("engine.died")
@@ -456,6 +463,25 @@ class TestRestarts:
         assert "fake:0" in warning.getMessage() and "no memory" in warning.getMessage()
         assert repr(model.pool) == "<EnginePool fake:0=0(down) fake:1=0>"
         assert model.invoke("Hello.").response_metadata["pingpong"]["device"] == "fake:1"
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_that_fail_are_the_cause_that_later_calls_tell(self, lab: Lab, count: int) -> None:
+        """Not that the engine once died, and is started again."""
+        model, record = started(lab, count)
+        for engine in lab.engines:
+            engine.fail_restart = EngineStartFailed("CUDA out of memory")
+            engine.die()
+        with pytest.raises(EngineDead, match="died"):
+            model.invoke("Hello.")
+        wait_until(lambda: len(record.named("engine.gave_up")) == count, 5, "end of the restarts")
+        with pytest.raises(EngineDead) as caught:
+            model.invoke("Hello.")
+        said = str(caught.value)
+        for engine in lab.engines:
+            why = f"The engine on {engine.device} is out of use: 3 restarts failed. CUDA out of memory"
+            assert said.count(why) == 1
+        assert "died." not in said
+        model.pool.close()
 
     def test_of_a_server_are_tried_for_as_long_as_it_takes(self, lab: Lab) -> None:
         _, record = self.dead(lab, ServerFailed("draining"))

@@ -158,6 +158,30 @@ def test_an_edge_out_of_a_subgraph_ends_with_the_run(lab: Lab) -> None:
     wait_until(lambda: is_over(model), 2, "end of the run")
 
 
+def test_no_edge_leaves_a_call_that_outlives_its_run(lab: Lab) -> None:
+    """A synchronous node cannot be interrupted; its answer's first token comes when the run was cancelled."""
+    model = lab.model(speed={"prefill_speed": 2000.0})
+    record, builder = lab.record(model), StateGraph(State)
+    builder.add_node("first", calling(model, "task", "a")).add_node("second", calling(model, "a", "b"))
+    graph = builder.add_edge(START, "first").add_edge("first", "second").add_edge("second", END).compile()
+    for number in range(2):
+        graph.invoke({"task": f"Number {number}."})
+    assert record.named("append.started", "second")
+    record.events.clear()
+
+    async def cancelled() -> None:
+        run = asyncio.create_task(graph.ainvoke({"task": "Number 3."}))
+        await asyncio.to_thread(record.wait_for, "generate.started", "first")
+        run.cancel()
+        await asyncio.wait([run])
+
+    asyncio.run(cancelled())
+    record.wait_for("finish", "first")
+    assert not record.named("append.started")
+    assert edges_on(model.pool) == []
+    wait_until(lambda: leases_on(model.pool) == 0, 2, "the place given back")
+
+
 def test_nothing_is_planned_for_a_node_that_is_over(lab: Lab) -> None:
     """It may leave an answer early, and go on while the plan of that answer begins."""
     model = lab.model()

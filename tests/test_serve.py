@@ -18,10 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from langgraph_pingpong.cli import app
-from langgraph_pingpong.config import EngineConfig, parse_devices
+from langgraph_pingpong.config import EngineConfig, parse_base_urls, parse_devices
 from langgraph_pingpong.engines import vllm_setup
 from langgraph_pingpong.engines.server_processes import LocalServers, server_command
 from langgraph_pingpong.engines.vllm_setup import engine_environment
+from langgraph_pingpong.errors import ConfigError
 
 STAND_IN = """
     import json, os, subprocess, sys, threading, time
@@ -235,6 +236,22 @@ class TestRefusals:
     def test_of_what_cannot_work(self, model_folder: Path, arguments: tuple[str, ...], words: str) -> None:
         code, errors = self.serve(model_folder, *arguments)
         assert (code, words in " ".join(errors.split())) == (2, True), errors
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize(("host", "reached"), [("::1", "[::1]"), ("::", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")])
+def test_addresses_of_both_kinds_can_be_listened_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reached: str
+) -> None:
+    monkeypatch.setattr(vllm_setup, "check_cpu_memory", lambda config: None)
+    config = EngineConfig("m", parse_devices(DEVICES))
+    servers = LocalServers(config, tmp_path, host=host)
+    ports = [server.port for server in servers.servers]
+    assert servers.base_urls == [f"http://{reached}:{port}/v1" for port in ports]
+    with socket.create_server((host, ports[0]), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        assert [str(address) for address in parse_base_urls(servers.base_urls)] == [f"{reached}:{p}" for p in ports]
+        with pytest.raises(ConfigError, match=f"Port {ports[0]} of {host} cannot be used"):
+            LocalServers(config, tmp_path, host=host, port=ports[0])
 
 
 class TestCommand:

@@ -22,8 +22,9 @@ from langgraph.types import Command, interrupt
 
 from langgraph_pingpong import ChatPingPong, streaming_tool
 from langgraph_pingpong.edges import tool_results
-from langgraph_pingpong.errors import ConfigError
-from tests.conftest import wait_until
+from langgraph_pingpong.errors import ConfigError, EngineDead
+from langgraph_pingpong.trace import Event
+from tests.conftest import leases_on, wait_until
 from tests.graph_gallery.agents import call, tool_user
 
 if TYPE_CHECKING:
@@ -182,6 +183,23 @@ class TestWhileToolsRun:
         assert said(results[0]) == said(results[1])
         assert "nothing known of Oslo" in results[0]["messages"][-2].text
         assert last(record)["wasted"] == 0
+
+    def test_nothing_is_prefilled_or_reserved_where_the_only_engine_is_down(self, lab: Lab) -> None:
+        """It fails as its answer ends, and takes no more while its process is replaced."""
+        model, record, _ = models(lab, call("tide", place="Oslo"), "It is low.", engines=1)
+        engine = lab.engines[0]
+
+        def fail(event: Event) -> None:
+            if event.name == "finish" and len(record.named("finish")) == 1:
+                engine.stopped, engine.fail_restart = True, OSError("no memory")
+                model.pool.health.failed(0, EngineDead("killed"))
+
+        model.trace.subscribe(fail)
+        with pytest.raises(EngineDead):
+            hand_made(model, [sleepy("tide", RESULT)]).invoke(QUESTION)
+        assert record.named("edge.quiet") and not record.named("plan.failed")
+        assert leases_on(model.pool) == 0
+        model.pool.close()
 
     def test_a_result_that_middleware_changes_is_answered_as_it_is_and_counted(self, lab: Lab) -> None:
         @wrap_tool_call
@@ -434,6 +452,21 @@ class TestEnds:
                 await task
 
         asyncio.run(cancelled())
+        self.nothing_waits(lab)
+
+    def test_a_run_that_is_cancelled_before_its_answer_calls_a_tool(self, lab: Lab) -> None:
+        """The node is synchronous: it cannot be interrupted, and its answer comes all the same."""
+        on, record, _ = models(lab, call("tide", place="Oslo"))
+        graph = hand_made(on, [sleepy("tide")])
+
+        async def cancelled() -> None:
+            task = asyncio.create_task(graph.ainvoke(QUESTION))
+            await asyncio.to_thread(record.wait_for, "generate.started")
+            task.cancel()
+            await asyncio.wait([task])
+
+        asyncio.run(cancelled())
+        assert record.named("finish")
         self.nothing_waits(lab)
 
     def test_many_runs_at_once_hear_their_own_tools(self, lab: Lab) -> None:

@@ -36,6 +36,11 @@ class Request:
     cache_salt: str | None = None
 
 
+def within(room: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The same sampling for an answer that has room for so many tokens: servers refuse to be asked for more."""
+    return {**sampling, "max_tokens": min(room, sampling.get("max_tokens", room))}
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log-probability of a token that was sampled, and those of the likeliest tokens in its place."""

@@ -56,7 +56,7 @@ class ServerProcess:
     def base_url(self) -> str:
         """The base URL of its OpenAI API; a server that listens everywhere is reached on this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{host}:{self.port}/v1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
 
     @property
     def exit_code(self) -> int | None:
@@ -218,16 +218,21 @@ def _logging() -> dict[str, str]:
     return {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")}
 
 
+def _probe(host: str) -> socket.socket:
+    """A socket that may listen there; vLLM's server takes addresses of both kinds, too."""
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
 def _free_ports(host: str, count: int) -> list[int]:
     with contextlib.ExitStack() as stack:  # held together, so that they are different
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        probes = [stack.enter_context(_probe(host)) for _ in range(count)]
         for probe in probes:
             probe.bind((host, 0))
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _check_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
+    with _probe(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
