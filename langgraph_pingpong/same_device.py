@@ -8,8 +8,8 @@ of 1 to 64 tokens, pieces of 128 cost 15 ms a step on an H200 with a model of 14
 - `cudagraph_capture_sizes`: two pieces and the decodes have to be in vLLM's row. With few `max_num_seqs`, vLLM would
   capture twice as many tokens only, and its row is made longer.
 - Not `cudagraph_mode` "FULL", which would have the attention of such a step in the graph, too: with FlashAttention 3
-  (vLLM 0.26 on an H200) it computes wrong numbers, for prompts that nobody prefilled, too. vLLM's own mode launches that
-  attention by hand, layer by layer.
+  (vLLM 0.26 on an H200) it computes wrong numbers, for prompts that nobody prefilled, too. vLLM's own mode launches
+  that attention by hand, layer by layer.
 - `long_prefill_token_threshold`: vLLM paces a prefill by itself, a piece a step, and it can be aborted between steps.
   Pieces that edges send one by one each wait for the answer to the one before it, while steps go by without one. But
   older vLLM paces a prefill that is alone, too, so that a prompt that nobody prefilled takes twice as long (0.26, 14B,
