@@ -141,7 +141,7 @@ class Anchors:
         whole = tuple(ids[: len(ids) // grain * grain])
         if not whole:
             raise CallRefused(f"An anchor has at least {grain} tokens, a whole cache block, and this one {len(ids)}.")
-        if lease_s <= 0:
+        if not (isinstance(lease_s, int | float) and lease_s > 0):
             raise CallRefused(f"lease_s is a time in seconds, and not {lease_s}.")
         kept = self._kept.get((whole, salt)) or self._begin(whole, salt)
         anchor = Anchor(self, loop, kept)

@@ -90,8 +90,16 @@ def terms_of(settings: Mapping[str, Any], stop: Sequence[str] | None, kwargs: Ma
         tools=() if choice == "none" else given.get("tools") or (),
         tool_choice=choice,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
-        template_kwargs={**(settings.get("chat_template_kwargs") or {}), **(kwargs.get("chat_template_kwargs") or {})},
+        template_kwargs=_template_kwargs(settings) | _template_kwargs(kwargs),
     )
+
+
+def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template is told beside the messages."""
+    named = given.get("chat_template_kwargs") or {}
+    if not isinstance(named, Mapping) or "messages" in named or "tools" in named:
+        raise CallRefused(f"chat_template_kwargs are the template's own settings, and no messages or tools: {named!r}.")
+    return dict(named)
 
 
 def _converted(name: str, value: Any) -> Any:

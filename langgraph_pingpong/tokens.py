@@ -120,7 +120,7 @@ class ChatTemplate:
         except TemplateError as error:
             order = self._refused_order(messages, tools, template_kwargs)
             raise TemplateRefused(f"The chat template refused {order}: {error}") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise TemplateRefused(f"The chat template failed on {_roles(messages)}: {error}") from error
 
     def _apply(

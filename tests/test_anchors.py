@@ -161,7 +161,11 @@ class TestAnchors:
             model.anchor(RULES * 3)
 
     @pytest.mark.parametrize(
-        ("text", "settings", "why"), [("x", {}, "whole cache block"), (RULES, {"lease_s": 0}, "lease_s")]
+        ("text", "settings", "why"),
+        [
+            ("x", {}, "whole cache block"),
+            *((RULES, {"lease_s": lease}, "lease_s") for lease in (0, None, float("nan"))),
+        ],
     )
     def test_refuse_what_cannot_be(self, text: str, settings: dict[str, Any], why: str) -> None:
         with ChatPingPong(pool=EnginePool([FakeEngine(block_size=64)])) as model, pytest.raises(CallRefused, match=why):

@@ -375,6 +375,16 @@ class TestTemplates:
         model.invoke("Hi", chat_template_kwargs={"mood": "wild"})
         assert last_prompt(model).startswith("MOOD wild")
 
+    @pytest.mark.parametrize("given", [["calm"], {"messages": []}, {"tools": []}])
+    def test_take_no_other_variables(self, given: Any) -> None:
+        with pytest.raises(CallRefused, match="chat_template_kwargs are"):
+            answering("x", chat_template=TAKES_TOOLS).invoke("Hi", chat_template_kwargs=given)
+
+    @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].role.name }}"])
+    def test_that_fail_are_told_as_templates(self, template: str) -> None:
+        with pytest.raises(TemplateRefused, match="chat template"):
+            answering("x", chat_template=template).invoke("Hi")
+
     def test_that_refuse_an_order_of_roles_are_quoted(self) -> None:
         strict = (
             "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
