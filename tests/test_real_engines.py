@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from langgraph.graph.state import CompiledStateGraph
 
+from graphs import panel, review_loop, subgraphs
 from graphs.briefs import read_text
 from graphs.five_agents import CHAIN, build
 from langgraph_pingpong import ChatPingPong
@@ -121,6 +123,35 @@ def test_appends_start_after_the_upstreams_first_token(cold_runs: list[dict[str,
         appends = [e for e in run["on events"] if e.name == "append.started"]
         assert {e.node for e in appends} == set(NODES[1:])
         assert all(e.t >= first_token[upstream[e.node]] for e in appends)
+
+
+@pytest.mark.parametrize(
+    ("shape", "build_it", "ahead"),
+    [
+        ("a loop", partial(review_loop.build, most_drafts=2), {"critic"}),
+        ("three at once", panel.build, {"chair"}),
+        ("graphs within a graph", subgraphs.build, {"researcher", "analyst", "editor"}),
+    ],
+)
+def test_graphs_of_other_shapes_are_equal_on_and_off(
+    real_model: ChatPingPong, shape: str, build_it: Callable[..., CompiledStateGraph[Any]], ahead: set[str]
+) -> None:
+    """`ahead` are the nodes whose prompts are known ahead in a first run."""
+    states, prompts, early = {}, {}, {}
+    for overlap in ("off", "on"):
+        real_model.reset_prefix_cache()
+        graph = build_it(real_model.model_copy(update={"overlap": overlap}), brief_tokens=60, max_tokens=10)
+        with recorded(real_model) as events:
+            states[overlap] = graph.invoke({"task": "Explain tides to a child."})
+        asked = [(e.node, e.data["prompt_sha256"]) for e in events if e.name == "generate.started"]
+        prompts[overlap] = sorted(asked)  # nodes that run at once start in any order
+        said = certificates(events)
+        assert len(said) == len(asked) and all(c["ids_equal"] for c in said)
+        early[overlap] = {c["node"] for c in said if c["static"] + c["streamed"] > 0}
+    assert prompts["on"] == prompts["off"]
+    assert states["on"] == states["off"]
+    assert early["off"] == set()
+    assert ahead <= early["on"], f"{shape}: only {early['on']} were prefilled ahead"
 
 
 def test_every_way_of_calling_gives_the_same(real_model: ChatPingPong) -> None:
