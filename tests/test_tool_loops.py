@@ -207,6 +207,45 @@ class TestWhileToolsRun:
         assert said(results[0]) == said(results[1])
         assert record.named("tool.complete")
 
+    def test_a_result_of_text_blocks_is_appended(self, lab: Lab) -> None:
+        """As tools of MCP servers return it."""
+
+        @tool
+        def tide(place: str) -> list[dict[str, Any]]:
+            """Look something up."""
+            time.sleep(LATER_S)
+            return [{"type": "text", "text": RESULT}, {"type": "text", "text": "So it is."}]
+
+        on, record, off = models(lab, BOTH)
+        tools = [tide, sleepy("moon", "New moon.", seconds=4 * LATER_S)]
+        results = [create_agent(model, tools, system_prompt=PROMPT).invoke(QUESTION) for model in (on, off)]
+        assert said(results[0]) == said(results[1])
+        assert not record.named("edge.dropped")
+        first, second = record.named("tool.complete")
+        between = [e for e in record.named("append.complete") if first.t < e.t < second.t]
+        assert between[-1].data["tokens"] > last(record)["prompt_tokens"] - 200
+        assert last(record)["wasted"] == 0
+
+    @pytest.mark.filterwarnings(
+        "ignore::langchain_core._api.beta_decorator.LangChainBetaWarning"
+    )  # version 3 of events
+    @pytest.mark.parametrize("how", ["output_version", "events"])
+    def test_messages_of_content_blocks_are_known_in_every_run(self, lab: Lab, how: str) -> None:
+        on, record, off = models(lab, call("tide", place="Oslo"), call("tide", place="Lima"))
+        version = "v1" if how == "output_version" else None
+        models_ = [model.model_copy(update={"output_version": version}) for model in (on, off)]
+        agents = [create_agent(model, [sleepy("tide")], system_prompt=PROMPT) for model in models_]
+
+        def run(agent: Any) -> Any:
+            return agent.invoke(QUESTION) if version else agent.stream_events(QUESTION, version="v3").output
+
+        for _ in range(3):
+            record.events.clear()
+            assert said(run(agents[0])) == said(run(agents[1]))
+            finished = [event.data["certificate"] for event in record.named("finish")]
+            assert [each["source"] for each in finished] == [None, "tools", "tools"]
+            assert sum(each["wasted"] for each in finished) == 0
+
     def test_nothing_is_prefilled_with_overlap_off(self, lab: Lab) -> None:
         _, _, off = models(lab, call("tide", place="Oslo"))
         record = lab.record(off)

@@ -17,13 +17,14 @@ from typing import Any, cast
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import ToolMessage, convert_to_openai_messages
 from langchain_core.runnables.config import ensure_config
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
 from langgraph_pingpong.edges.langgraph_streams import run_of, tee_output_deltas
 from langgraph_pingpong.errors import ConfigError
+from langgraph_pingpong.tokens import Message, as_text
 
 MAX_TOOLS = 1024
 """Tools of which it is remembered whether they write their results to the stream."""
@@ -183,8 +184,9 @@ def _text(output: Any, call_id: str) -> str | None:
     if isinstance(output, list):
         answers = [each for each in output if isinstance(each, ToolMessage) and each.tool_call_id == call_id]
         output = answers[0] if len(answers) == 1 else None
-    content = output.content if isinstance(output, ToolMessage) else output
-    return content if isinstance(content, str) else None
+    if isinstance(output, ToolMessage):
+        output = as_text(cast("Message", convert_to_openai_messages(output)))["content"]
+    return output if isinstance(output, str) else None
 
 
 def streaming_tool(function: Callable[..., Any]) -> Callable[..., Any]:
