@@ -204,14 +204,19 @@ class Session:
             edge.feed(key, text)
 
     def result(self, key: Hashable, text: str | None, ended: bool) -> None:
-        """A tool said more of its result, or all of it; None if it returned something else than it said."""
+        """A tool said more of its result, or all of it.
+
+        None: it failed, or returned no text, or, if it had said some, another one. What stands before it stays right.
+        """
         concerned = [edge for edge in self._edges.values() if key in edge.upstreams]
         if text is None:
-            for edge in concerned:
+            self._last_finish = time.monotonic()
+            misled = ended and bool(self._said.pop(key, []))
+            for edge in concerned if misled else ():
                 self.drop(edge, "a tool's result was not what it said")
-        else:
-            self._said.setdefault(key, []).append(text)
-            self.heard(key, text)
+            return
+        self._said.setdefault(key, []).append(text)
+        self.heard(key, text)
         if ended:
             self._last_finish = time.monotonic()
             self._keep(key)

@@ -30,7 +30,10 @@ MAX_TOOLS = 1024
 """Tools of which it is remembered whether they write their results to the stream."""
 
 Tell = Callable[[str, str | None, bool], None]
-"""Takes more of the result of a tool call: its id, the text, and whether that was all. None: what was told is wrong."""
+"""Takes more of the result of a tool call: its id, the text, and whether that was all.
+
+None instead of the text: the tool failed, or, if that was all, what it returned is another one than was told, or none.
+"""
 
 
 @dataclass
@@ -59,6 +62,13 @@ class Waiting:
         self._written.append(value)
         if _WRITES_RESULT.get(self.name):
             self.piece(value)
+
+    def failed(self) -> None:
+        """The tool raised. If it is run again, that is heard, unless the prompt holds pieces of this try."""
+        with self._lock:
+            self.begun = bool(self._told)
+            self._written.clear()
+            self.tell(self.id, None, False)
 
     def returned(self, text: str | None) -> None:
         """The tool is over; None if its result is no text."""
@@ -158,8 +168,9 @@ class ToolWatch(BaseCallbackHandler):
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         """A tool failed: what the model gets to read is up to others."""
-        if self._running.pop(run_id, None) is not None:
+        if (call := self._running.pop(run_id, None)) is not None:
             _CURRENT.set(None)
+            call.failed()
 
 
 _WATCH: ContextVar[ToolWatch | None] = ContextVar("langgraph_pingpong_tool_watch", default=ToolWatch())  # noqa: B039
