@@ -172,7 +172,7 @@ class ChatPingPong(WholeCalls, Anchoring):
             kwargs: other arguments of a call, for example `parallel_tool_calls=False`.
 
         Raises:
-            CallRefused: the choice does not fit the tools.
+            CallRefused: the choice does not fit the tools, or one of these is no function.
         """
         formatted = openai_tools(tools, strict)
         choice = parse_tool_choice(tool_choice, formatted)

@@ -327,6 +327,13 @@ class TestBindTools:
         with pytest.raises(CallRefused, match="no tools"):
             answering("x").bind_tools([], tool_choice="any")
 
+    @pytest.mark.parametrize("choice", [None, "any"])
+    def test_a_tool_that_its_provider_runs_is_refused_when_it_is_bound(self, choice: str | None) -> None:
+        with pytest.raises(CallRefused, match=r"'web_search_preview'.*functions only"):
+            answering("x").bind_tools([tide_time, {"type": "web_search_preview"}], tool_choice=choice)
+        with pytest.raises(CallRefused, match="'custom'"):
+            answering("x").invoke("Hi", tools=[{"type": "custom"}], tool_choice="any")
+
     def test_an_unknown_parser_is_refused_with_the_names_of_those_there_are(self) -> None:
         with pytest.raises(UnknownParser, match=r"'hermess'.*hermes.*pythonic"):
             answering("x", tool_parser="hermess").start()
