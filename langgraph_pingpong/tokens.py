@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """A message in OpenAI's form: role, content, and for tool turns tool_calls or tool_call_id."""
 
-NOT_SAID = ("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call")
-"""Content blocks that are no text: thoughts, and calls, which a message of LangChain's v1 form holds here as well."""
+NOT_SAID = (
+    *("reasoning", "thinking", "redacted_thinking"),
+    *("tool_call", "tool_call_chunk", "invalid_tool_call", "function_call"),
+)
+"""Content blocks that are no text: thoughts, and calls, which stand beside the content as well.
+
+LangChain's v1 form has them, and what other models of a conversation have said (OpenAI's Responses API).
+"""
 
 Starts = tuple[frozenset[str], int]
 

@@ -427,6 +427,13 @@ class TestMessages:
         assert [block["type"] for block in blocks] == ["text", "tool_call", "tool_call"]
         assert self.prompt(AIMessage(content_blocks=blocks)) == self.prompt(HISTORY[1])
 
+    def test_of_a_model_behind_another_api_keep_their_calls(self) -> None:
+        """OpenAI's Responses API: calls stand among the blocks, too."""
+        made = {"name": "tide_time", "arguments": '{"place": "Oslo"}', "call_id": "1", "type": "function_call"}
+        blocks = [{"type": "reasoning", "summary": []}, {"type": "text", "text": "I look."}, made]
+        calls = [{"name": "tide_time", "args": {"place": "Oslo"}, "id": "1"}]
+        assert self.prompt(AIMessage(blocks, tool_calls=calls)) == self.prompt(AIMessage("I look.", tool_calls=calls))
+
     def test_of_one_role_in_a_row_and_a_late_system_message_stay_in_order(self) -> None:
         prompt = self.prompt(HumanMessage("a", name="ada"), HumanMessage("b"), SystemMessage("c"), AIMessage("d"))
         assert prompt == "user\na<|im_end|>\nuser\nb<|im_end|>\nsystem\nc<|im_end|>\nassistant\nd<|im_end|>\n"
