@@ -18,7 +18,8 @@ from langgraph_pingpong.tokens import ChatTemplate
 class CallKey:
     """Which call of the model: `number` counts the calls of one task, `push` tells parallel `Send`s apart.
 
-    `site` names the nodes of the enclosing graphs, then the node itself.
+    `site` names the nodes of the enclosing graphs, then the node itself. Behind the name of a graph that a `Send` led
+    to stands the position of that: of two that run at the same time, each has calls of its own.
     """
 
     site: tuple[str, ...]

@@ -353,7 +353,7 @@ def _is_lost(edge: StreamingEdge, key: CallKey, call: Call) -> bool:
     graph, branched, site = key.site[:-1], edge.upcoming.branched, edge.upcoming.key.site
     if branched is None or branched >= call.step or edge.upstream.site[:-1] != graph or site[: len(graph)] != graph:
         return False
-    return len(site) > len(graph) and site[len(graph)] not in call.beside
+    return len(site) > len(graph) and site[len(graph)].partition(":")[0] not in call.beside
 
 
 def _digest(ids: Sequence[int]) -> str:
