@@ -22,7 +22,15 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langsmith import tracing_context
 
 from langgraph_pingpong.edges.branches import may_send
-from langgraph_pingpong.edges.langgraph_loops import graphs_around, loop_of, push_of, sends_around, site_of, with_push
+from langgraph_pingpong.edges.langgraph_loops import (
+    graphs_around,
+    loop_of,
+    push_of,
+    sends_around,
+    site_of,
+    turn_of,
+    with_push,
+)
 from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
 from langgraph_pingpong.edges.tasks import UNKNOWN, NextTask, RunningTask
 
@@ -55,13 +63,14 @@ def running_task(config: RunnableConfig) -> RunningTask | None:
 def _read_task(config: RunnableConfig) -> RunningTask:
     metadata, configurable = config["metadata"], config["configurable"]
     runtime, loop = configurable["__pregel_runtime"], loop_of(configurable["__pregel_call"])
+    task_id, sent = configurable["__pregel_task_id"], push_of(metadata["langgraph_path"])
     return RunningTask(
         site=site_of(metadata["langgraph_checkpoint_ns"].split("|"), sends_around(loop)),
-        push=push_of(metadata["langgraph_path"]),
+        push=turn_of(loop, task_id) if sent is None else sent,
         step=metadata["langgraph_step"],
         attempt=runtime.execution_info.node_attempt,
         owner=runtime.control,
-        task_id=configurable["__pregel_task_id"],
+        task_id=task_id,
         loop=loop,
         config=config,
         beside=frozenset(each.name for each in list(loop.tasks.values())),

@@ -29,6 +29,18 @@ def push_of(path: tuple[Any, ...]) -> int | None:
     return path[1] if path[0] == "__pregel_push" and isinstance(path[1], int) else None
 
 
+def turn_of(loop: Any, task_id: str) -> int | None:
+    """How many calls of the same function, from the same place, run that began before this functional task.
+
+    None for the first, and so for each of calls that wait for one another, as in a loop.
+    """
+    own = loop.tasks.get(task_id)
+    if own is None or own.path[0] != "__pregel_push" or isinstance(own.path[1], int):
+        return None
+    running = (each for each in list(loop.tasks.values()) if each.name == own.name and not each.writes)
+    return sum(each.path[:2] == own.path[:2] and each.path[2] < own.path[2] for each in running) or None
+
+
 def site_of(namespace: Iterable[str], sent: Mapping[str, int] = NO_SENDS) -> tuple[str, ...]:
     """('writer:1f0…', 'draft:8c2…') -> ('writer', 'draft'): the ids change from run to run, the names do not.
 

@@ -1,4 +1,4 @@
-"""Graphs that run at the same time because several `Send`s led to them: each has calls of its own."""
+"""Graphs that several `Send`s led to, and functional tasks, that run at the same time: each has calls of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.tools import tool
 from langchain_core.messages import HumanMessage
+from langgraph.func import entrypoint, task
 from langgraph.graph import START, StateGraph
 from langgraph.types import Command, Send
 from typing_extensions import TypedDict
@@ -126,3 +127,28 @@ def test_what_they_declare_is_known_in_the_first_run(lab: Lab) -> None:
     drafts = certificates(record, "draft")
     assert [each["upstream"] for each in drafts] == ["boss"] * len(TOPICS)
     assert [each["wasted"] for each in drafts] == [0] * len(TOPICS)
+
+
+def test_what_joins_tasks_is_fed_by_each_in_order(lab: Lab) -> None:
+    model = attentive(lab.model(2))
+    record = lab.record(model)
+
+    @task
+    def draft(topic: str) -> str:
+        return model.invoke(ask("drafter", RULES + topic * 20)).text
+
+    @task
+    def join(drafts: list[str]) -> str:
+        return model.invoke(ask("editor", RULES + "\n\n".join(drafts))).text
+
+    @entrypoint()
+    def flow(topics: list[str]) -> str:
+        return join([draft.result() for draft in [draft(topic) for topic in topics]]).result()
+
+    first = flow.invoke(list(TOPICS))
+    record.events.clear()
+    assert flow.invoke(list(TOPICS)) == first
+    joined = record.certificate("join")
+    assert joined["streamed"] > 56 * len(TOPICS) - lab.engines[0].block_size
+    assert joined["wasted"] == 0
+    assert [each["upstream"] for each in certificates(record, "draft")] == [None] * len(TOPICS)
