@@ -37,6 +37,25 @@ class CallKey:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphSite:
+    """Where a graph stands within a run, and the names of its nodes; the run's own stands at ()."""
+
+    site: tuple[str, ...] = ()
+    nodes: frozenset[str] = frozenset()
+
+    def holds(self, key: CallKey) -> bool:
+        """Whether a call is one of the graph's, and not of the function that runs it, whose site begins like theirs."""
+        within = key.site[len(self.site) :]
+        if not self.site:
+            return True
+        return key.site[: len(self.site)] == self.site and bool(within) and within[0].partition(":")[0] in self.nodes
+
+
+RUN = GraphSite()
+"""The run's own graph, with all within it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolResult:
     """The result of a tool call, by the id that the model's answer gave it: it speaks like a call of the model."""
 

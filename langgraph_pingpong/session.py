@@ -22,7 +22,7 @@ from uuid import uuid4
 from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.failover import Decode, MovingAnswer
-from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.growing_prompt import RUN, CallKey, GraphSite
 from langgraph_pingpong.outgoing import Outgoing, Plan
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.speculation import Speculation
@@ -308,13 +308,13 @@ class Session:
                 self.drop(edge, "not chosen")
         return self._edges.pop(call.key, None)
 
-    def close(self, graph: tuple[str, ...] = ()) -> None:
-        """The run of a graph, given by its site, is over: drop the edges within it."""
+    def close(self, graph: GraphSite = RUN) -> None:
+        """The run of a graph is over: drop the edges within it."""
         self.rounds.close(graph)
         for edge in list(self._edges.values()):
-            if edge.upcoming.key.site[: len(graph)] == graph:
+            if graph.holds(edge.upcoming.key):
                 self.drop(edge, "run ended")
-        self.is_open = self.is_open and bool(graph)
+        self.is_open = self.is_open and bool(graph.site)
 
     def emit(self, trace: Trace, name: str, node: str, device: str, **data: Any) -> float:
         """Record an event of this run; returns its time (s, monotonic)."""

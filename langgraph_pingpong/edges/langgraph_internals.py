@@ -354,7 +354,7 @@ def _self_test() -> str:
         return {"text": "b"}
 
     def second(state: State, config: RunnableConfig) -> dict[str, str]:
-        around.extend(site for _, site in graphs_around(_read_task(config)))
+        around.extend(graph.site for _, graph in graphs_around(_read_task(config)))
         return {"text": state["text"] + "c"}
 
     inner = StateGraph(State).add_node("inner", second).add_edge(START, "inner")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from langgraph_pingpong.edges.tasks import RunningTask
+from langgraph_pingpong.growing_prompt import RUN, GraphSite
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ def sends_around(loop: Any) -> dict[str, int]:
     return sent
 
 
-def graphs_around(task: RunningTask) -> list[tuple[Any, tuple[str, ...]]]:
-    """The task's own graph and those around it, from the inside out: of each the loop, and the site within the run.
+def graphs_around(task: RunningTask) -> list[tuple[Any, GraphSite]]:
+    """The task's own graph and those around it, from the inside out: of each the loop, and where it is within the run.
 
     The site of the last, the run's own graph, is (). It is not the task's site without the task: a functional task's
     has the name of its flow in it. Where the way up is not understood, the run is taken to end with what was found.
@@ -82,7 +83,8 @@ def graphs_around(task: RunningTask) -> list[tuple[Any, tuple[str, ...]]]:
     except Exception:
         logger.debug("no graph found around a subgraph", exc_info=True)
     sent = sends_around(task.loop)
-    return [*((loop, site_of(loop.checkpoint_ns, sent)) for loop in loops[:-1]), (loops[-1], ())]
+    sites = (GraphSite(site_of(loop.checkpoint_ns, sent), frozenset(loop.nodes)) for loop in loops[:-1])
+    return [*zip(loops, sites, strict=False), (loops[-1], RUN)]
 
 
 def when_graph_ends(loop: Any, callback: Callable[[], None]) -> None:
