@@ -38,6 +38,7 @@ from langgraph_pingpong.run_metadata import add_to_run
 from langgraph_pingpong.serving import Prompting, Serving, make_serving, serving_of_servers, serving_on
 from langgraph_pingpong.session import Call, session_of
 from langgraph_pingpong.settings import CLIENT_SETTINGS, ENGINE_SETTINGS
+from langgraph_pingpong.tokens import as_text
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
 from langgraph_pingpong.whole_calls import WholeCalls
@@ -171,7 +172,7 @@ class ChatPingPong(WholeCalls, Anchoring):
             kwargs: other arguments of a call, for example `parallel_tool_calls=False`.
 
         Raises:
-            CallRefused: the choice does not fit the tools.
+            CallRefused: the choice does not fit the tools, or one of these is no function.
         """
         formatted = openai_tools(tools, strict)
         choice = parse_tool_choice(tool_choice, formatted)
@@ -286,7 +287,7 @@ class ChatPingPong(WholeCalls, Anchoring):
         if self.overlap == "off":
             return _Prepared(serving, call, task)
         shaping = Shaping(tuple(terms.tools), dict(terms.template_kwargs), self.chat_template)
-        turns, others = convert_to_openai_messages(messages), partial(_renderer_of, serving)
+        turns, others = [*map(as_text, convert_to_openai_messages(messages))], partial(_renderer_of, serving)
         begin = partial(planner_of(serving.pool).begin, task, turns, serving.template, shaping, others)
         return _Prepared(serving, call, task, begin, sampling)
 

@@ -18,7 +18,8 @@ from langgraph_pingpong.tokens import ChatTemplate
 class CallKey:
     """Which call of the model: `number` counts the calls of one task, `push` tells parallel `Send`s apart.
 
-    `site` names the nodes of the enclosing graphs, then the node itself.
+    `site` names the nodes of the enclosing graphs, then the node itself. Behind the name of a graph that a `Send` led
+    to stands the position of that: of two that run at the same time, each has calls of its own.
     """
 
     site: tuple[str, ...]
@@ -33,6 +34,25 @@ class CallKey:
     def __str__(self) -> str:
         """Tells the call from the others that its graph has under way."""
         return f"{'/'.join(self.site)}#{self.number}" + ("" if self.push is None else f"[{self.push}]")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSite:
+    """Where a graph stands within a run, and the names of its nodes; the run's own stands at ()."""
+
+    site: tuple[str, ...] = ()
+    nodes: frozenset[str] = frozenset()
+
+    def holds(self, key: CallKey) -> bool:
+        """Whether a call is one of the graph's, and not of the function that runs it, whose site begins like theirs."""
+        within = key.site[len(self.site) :]
+        if not self.site:
+            return True
+        return key.site[: len(self.site)] == self.site and bool(within) and within[0].partition(":")[0] in self.nodes
+
+
+RUN = GraphSite()
+"""The run's own graph, with all within it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from langgraph_pingpong.edges.langgraph_loops import graphs_around, when_graph_e
 from langgraph_pingpong.edges.learned import LearnedEdges
 from langgraph_pingpong.edges.sources import Ahead, Known, Moment, RendererOf, foresee, foresee_after_tools
 from langgraph_pingpong.edges.tasks import RunningTask
-from langgraph_pingpong.growing_prompt import CallKey, GrowingPrompt, Probes
+from langgraph_pingpong.growing_prompt import CallKey, GraphSite, GrowingPrompt, Probes
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import render_turns, template_with
 from langgraph_pingpong.streaming_edge import Upcoming
@@ -97,8 +97,8 @@ class PlannedCall:
         """Let no answer of such a call be begun before it comes."""
         self._samplings.forget(self.record.key)
 
-    def close_with_graph(self, close: Callable[[tuple[str, ...]], None]) -> None:
-        """Call `close` with the site of each graph around the call, the run's own included, when its run is over."""
+    def close_with_graph(self, close: Callable[[GraphSite], None]) -> None:
+        """Call `close` with each graph around the call, the run's own included, when its run is over."""
         task = self.record.task
         for loop, graph in graphs_around(task) if task is not None else ():
             if self._book.is_new_graph(loop):

@@ -11,7 +11,7 @@ from typing import Any
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from langgraph_pingpong.errors import CallRefused, TemplateRefused
-from langgraph_pingpong.tokens import ChatTemplate, Message, parse_tool_arguments
+from langgraph_pingpong.tokens import NOT_SAID, ChatTemplate, Message, as_text, parse_tool_arguments
 from langgraph_pingpong.tools import Tool
 
 HERMES = ("hermes", "qwen3_json")
@@ -19,9 +19,6 @@ HERMES = ("hermes", "qwen3_json")
 
 _MARKUP_TOKENS = 4
 """What chat templates write round a message, about."""
-
-_NOT_SAID = ("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call")
-"""Content blocks that are no text: thoughts, and calls, which a message of LangChain's v1 form holds here as well."""
 
 _TOOLS_BEFORE = """\
 You can call functions. Their signatures are between <tools> and </tools>, one a line:
@@ -77,12 +74,11 @@ def estimate_tokens(template: ChatTemplate, messages: Sequence[BaseMessage], too
 
 
 def _text_only(message: Message) -> Message:
-    if isinstance(message["content"], str):
-        return message
-    blocks = [block for block in message["content"] if block.get("type") not in _NOT_SAID]
-    if other := [block.get("type") for block in blocks if block.get("type") != "text"]:
-        raise CallRefused(f"A message of the {message['role']} holds a block of type {other[0]!r}; only text is read.")
-    return {**message, "content": "\n".join(block["text"] for block in blocks)}
+    said = as_text(message)
+    if isinstance(said["content"], str):
+        return said
+    other = next(kind for block in said["content"] if (kind := block.get("type")) not in ("text", *NOT_SAID))
+    raise CallRefused(f"A message of the {message['role']} holds a block of type {other!r}; only text is read.")
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 
 from langgraph_pingpong.edges import RunningTask, graphs_around, when_graph_ends
+from langgraph_pingpong.growing_prompt import GraphSite
 from langgraph_pingpong.planning import PlannedCall, planner_of
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.session import Session
@@ -21,14 +22,14 @@ def close_with_graph(session: Session, task: RunningTask | None, planned: Planne
         when_graph_ends(whole, partial(close, site))
 
 
-def _close(session: weakref.ref[Session], pool: weakref.ref[EnginePool], owner: object, graph: tuple[str, ...]) -> None:
+def _close(session: weakref.ref[Session], pool: weakref.ref[EnginePool], owner: object, graph: GraphSite) -> None:
     """The run of a graph is over. The pool is held weakly: waiting for that must not keep the engines alive."""
     if (alive := pool()) is not None:
         alive.loop.call_soon(_end_graph, session(), alive, owner, graph)
 
 
-def _end_graph(session: Session | None, pool: EnginePool, owner: object, graph: tuple[str, ...]) -> None:
+def _end_graph(session: Session | None, pool: EnginePool, owner: object, graph: GraphSite) -> None:
     if session is not None:  # of too many runs at once the pool forgets the sessions used least recently
         session.close(graph)
-    if not graph:  # of the run's own graph: nothing follows any more
+    if not graph.site:  # of the run's own graph: nothing follows any more
         planner_of(pool).forget(owner)

@@ -22,7 +22,7 @@ from uuid import uuid4
 from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content
 from langgraph_pingpong.failover import Decode, MovingAnswer
-from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.growing_prompt import RUN, CallKey, GraphSite
 from langgraph_pingpong.outgoing import Outgoing, Plan
 from langgraph_pingpong.pool import EnginePool, Lease
 from langgraph_pingpong.speculation import Speculation
@@ -204,14 +204,19 @@ class Session:
             edge.feed(key, text)
 
     def result(self, key: Hashable, text: str | None, ended: bool) -> None:
-        """A tool said more of its result, or all of it; None if it returned something else than it said."""
+        """A tool said more of its result, or all of it.
+
+        None: it failed, or returned no text, or, if it had said some, another one. What stands before it stays right.
+        """
         concerned = [edge for edge in self._edges.values() if key in edge.upstreams]
         if text is None:
-            for edge in concerned:
+            self._last_finish = time.monotonic()
+            misled = ended and bool(self._said.pop(key, []))
+            for edge in concerned if misled else ():
                 self.drop(edge, "a tool's result was not what it said")
-        else:
-            self._said.setdefault(key, []).append(text)
-            self.heard(key, text)
+            return
+        self._said.setdefault(key, []).append(text)
+        self.heard(key, text)
         if ended:
             self._last_finish = time.monotonic()
             self._keep(key)
@@ -311,13 +316,13 @@ class Session:
                 self.drop(edge, "not chosen")
         return self._edges.pop(call.key, None)
 
-    def close(self, graph: tuple[str, ...] = ()) -> None:
-        """The run of a graph, given by its site, is over: drop the edges within it."""
+    def close(self, graph: GraphSite = RUN) -> None:
+        """The run of a graph is over: drop the edges within it."""
         self.rounds.close(graph)
         for edge in list(self._edges.values()):
-            if edge.upcoming.key.site[: len(graph)] == graph:
+            if graph.holds(edge.upcoming.key):
                 self.drop(edge, "run ended")
-        self.is_open = self.is_open and bool(graph)
+        self.is_open = self.is_open and bool(graph.site)
 
     def emit(self, trace: Trace, name: str, node: str, device: str, **data: Any) -> float:
         """Record an event of this run; returns its time (s, monotonic)."""
@@ -356,7 +361,7 @@ def _is_lost(edge: StreamingEdge, key: CallKey, call: Call) -> bool:
     graph, branched, site = key.site[:-1], edge.upcoming.branched, edge.upcoming.key.site
     if branched is None or branched >= call.step or edge.upstream.site[:-1] != graph or site[: len(graph)] != graph:
         return False
-    return len(site) > len(graph) and site[len(graph)] not in call.beside
+    return len(site) > len(graph) and site[len(graph)].partition(":")[0] not in call.beside
 
 
 def _digest(ids: Sequence[int]) -> str:

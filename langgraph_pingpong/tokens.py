@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """A message in OpenAI's form: role, content, and for tool turns tool_calls or tool_call_id."""
 
+NOT_SAID = (
+    *("reasoning", "thinking", "redacted_thinking"),
+    *("tool_call", "tool_call_chunk", "invalid_tool_call", "function_call"),
+)
+"""Content blocks that are no text: thoughts, and calls, which stand beside the content as well.
+
+LangChain's v1 form has them, and what other models of a conversation have said (OpenAI's Responses API).
+"""
+
 Starts = tuple[frozenset[str], int]
 
 _BREAKS = re.compile(f"{MARKER_BREAK}({MARKER_BREAK}?)")
@@ -250,6 +259,16 @@ def _broken(text: str, starts: Sequence[int]) -> str:
 
 def _roles(messages: Sequence[Message]) -> str:
     return f"the messages (roles: {', '.join(str(message.get('role')) for message in messages)})"
+
+
+def as_text(message: Message) -> Message:
+    """A message with its content as one text, as chat templates take it; as it is if that holds something else."""
+    if not isinstance(message.get("content"), list):
+        return message
+    blocks = [block for block in message["content"] if block.get("type") not in NOT_SAID]
+    if any(block.get("type") != "text" for block in blocks):
+        return message
+    return {**message, "content": "\n".join(block["text"] for block in blocks)}
 
 
 def parse_tool_arguments(message: Message) -> Message:

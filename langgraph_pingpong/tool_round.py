@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from langgraph_pingpong.growing_prompt import CallKey, ToolResult
+from langgraph_pingpong.growing_prompt import RUN, CallKey, GraphSite, ToolResult
 from langgraph_pingpong.outgoing import Plan, within_limits
 from langgraph_pingpong.pool import Lease
 
@@ -108,9 +108,9 @@ class ToolRounds:
         for each in self._open:
             each.came(key)
 
-    def close(self, graph: tuple[str, ...] = ()) -> None:
-        """The run of a graph, given by its site, is over."""
+    def close(self, graph: GraphSite = RUN) -> None:
+        """The run of a graph is over."""
         for each in list(self._open):
-            if each.call.key is None or each.call.key.site[: len(graph)] == graph:
+            if each.call.key is None or graph.holds(each.call.key):
                 each.stop()
                 self._open.remove(each)

@@ -30,8 +30,23 @@ Method = Literal["json_schema", "function_calling", "json_mode"]
 
 
 def openai_tools(tools: Sequence[ToolLike], strict: bool | None = None) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form; with `strict` the arguments follow their schema also where a call is not forced."""
-    return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+    """Tools in OpenAI's form; with `strict` the arguments follow their schema also where a call is not forced.
+
+    Raises:
+        CallRefused: one of them is no function.
+    """
+    made = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+    for each in made:
+        _name_of(each)
+    return made
+
+
+def _name_of(tool: Tool) -> str:
+    """Providers have tools of other types, like a search of the web, which their own servers run."""
+    if "function" not in tool:
+        raise CallRefused(f"A tool of type {tool.get('type')!r} is run by its provider's servers; functions only here.")
+    name: str = tool["function"]["name"]
+    return name
 
 
 def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> str | dict[str, Any]:
@@ -43,13 +58,13 @@ def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> str | dict[str, Any
         tools: in OpenAI's form.
 
     Raises:
-        CallRefused: the choice names no tool that is there, or asks for a call and there are none.
+        CallRefused: the choice names no tool, asks for a call where there are no tools, or a tool is no function.
     """
     if not choice or choice == "auto":
         return "auto"
     if choice == "none":
         return "none"
-    names = [tool["function"]["name"] for tool in tools]
+    names = [_name_of(tool) for tool in tools]
     if not names:
         raise CallRefused(f"tool_choice={choice!r} asks for a tool call, and there are no tools.")
     if choice is True or choice in ("any", "required"):

@@ -327,6 +327,13 @@ class TestBindTools:
         with pytest.raises(CallRefused, match="no tools"):
             answering("x").bind_tools([], tool_choice="any")
 
+    @pytest.mark.parametrize("choice", [None, "any"])
+    def test_a_tool_that_its_provider_runs_is_refused_when_it_is_bound(self, choice: str | None) -> None:
+        with pytest.raises(CallRefused, match=r"'web_search_preview'.*functions only"):
+            answering("x").bind_tools([tide_time, {"type": "web_search_preview"}], tool_choice=choice)
+        with pytest.raises(CallRefused, match="'custom'"):
+            answering("x").invoke("Hi", tools=[{"type": "custom"}], tool_choice="any")
+
     def test_an_unknown_parser_is_refused_with_the_names_of_those_there_are(self) -> None:
         with pytest.raises(UnknownParser, match=r"'hermess'.*hermes.*pythonic"):
             answering("x", tool_parser="hermess").start()
@@ -429,6 +436,13 @@ class TestMessages:
         blocks = HISTORY[1].content_blocks
         assert [block["type"] for block in blocks] == ["text", "tool_call", "tool_call"]
         assert self.prompt(AIMessage(content_blocks=blocks)) == self.prompt(HISTORY[1])
+
+    def test_of_a_model_behind_another_api_keep_their_calls(self) -> None:
+        """OpenAI's Responses API: calls stand among the blocks, too."""
+        made = {"name": "tide_time", "arguments": '{"place": "Oslo"}', "call_id": "1", "type": "function_call"}
+        blocks = [{"type": "reasoning", "summary": []}, {"type": "text", "text": "I look."}, made]
+        calls = [{"name": "tide_time", "args": {"place": "Oslo"}, "id": "1"}]
+        assert self.prompt(AIMessage(blocks, tool_calls=calls)) == self.prompt(AIMessage("I look.", tool_calls=calls))
 
     def test_of_one_role_in_a_row_and_a_late_system_message_stay_in_order(self) -> None:
         prompt = self.prompt(HumanMessage("a", name="ada"), HumanMessage("b"), SystemMessage("c"), AIMessage("d"))

@@ -16,6 +16,7 @@ from langgraph_pingpong import ChatPingPong
 from langgraph_pingpong.edges import langgraph_internals
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.planning import Planner, planner_of
+from tests.attentive import attentive
 from tests.conftest import Lab, edges_on, leases_on, wait_until
 
 
@@ -180,6 +181,31 @@ def test_no_edge_leaves_a_call_that_outlives_its_run(lab: Lab) -> None:
     assert not record.named("append.started")
     assert edges_on(model.pool) == []
     wait_until(lambda: leases_on(model.pool) == 0, 2, "the place given back")
+
+
+def graph_and_call_in_a_node(model: ChatPingPong) -> Any:
+    """A function that invokes a graph, and then calls the model itself."""
+    inner, own = within(calling(model, "task", "a")), calling(model, "a", "b")
+    return within(lambda state: own(inner.invoke({"task": state["task"]})), "node")
+
+
+def graph_and_task_in_a_flow(model: ChatPingPong) -> Any:
+    inner, own = within(calling(model, "task", "a")), task(calling(model, "a", "b"), name="node")
+    return entrypoint()(lambda given: own(inner.invoke(given)).result())
+
+
+@pytest.mark.parametrize("shape", [graph_and_call_in_a_node, graph_and_task_in_a_flow])
+def test_an_edge_from_a_graph_to_the_function_that_runs_it_does_not_end_with_the_graph(shape: Any, lab: Lab) -> None:
+    model = attentive(lab.model())
+    recorder = lab.record(model)
+    graph = shape(model)
+    for number in range(2):
+        graph.invoke({"task": f"number {number}"})
+    wait_until(lambda: is_over(model), 2, "end of the run")
+    assert not recorder.named("edge.dropped")
+    certificate = recorder.certificate("node")
+    assert (certificate["upstream"], certificate["wasted"]) == ("call", 0)
+    assert certificate["streamed"] > 0
 
 
 def test_nothing_is_planned_for_a_node_that_is_over(lab: Lab) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import wrap_model_call, wrap_tool_call
+from langchain.agents.middleware import ToolRetryMiddleware, wrap_model_call, wrap_tool_call
 from langchain.tools import ToolRuntime, tool
 from langchain_core.messages import HumanMessage, ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
@@ -201,6 +201,58 @@ class TestWhileToolsRun:
         assert leases_on(model.pool) == 0
         model.pool.close()
 
+    def test_a_first_token_is_counted_from_the_failure_of_a_tool(self, lab: Lab) -> None:
+        @tool
+        def tide(place: str) -> str:
+            """Look something up."""
+            time.sleep(LATER_S)
+            raise ValueError(place)
+
+        on, record, off = models(lab, call("tide", place="Oslo"))
+        records = record, lab.record(off)
+        for model, each in zip((on, off), records, strict=True):
+            hand_made(model, [tide]).invoke(QUESTION)
+            assert last(each)["ttft_ms"] < LATER_S * 1000
+
+    def test_a_tool_that_is_run_again_is_heard_again(self, lab: Lab) -> None:
+        tries: list[str] = []
+
+        @tool
+        def tide(place: str) -> str:
+            """Look something up."""
+            tries.append(place)
+            time.sleep(LATER_S)
+            if len(tries) % 2:
+                raise ConnectionError(place)
+            return RESULT
+
+        on, record, off = models(lab, call("tide", place="Oslo"))
+        retry = ToolRetryMiddleware(initial_delay=0.0)
+        results = [
+            create_agent(m, [tide], system_prompt=PROMPT, middleware=[retry]).invoke(QUESTION) for m in (on, off)
+        ]
+        assert said(results[0]) == said(results[1])
+        assert [event.data["tool"] for event in record.named("tool.complete")] == ["tide"]
+        assert last(record)["ttft_ms"] < LATER_S * 1000
+        assert last(record)["wasted"] == 0
+
+    def test_what_stands_before_a_result_that_is_no_text_stays_prefilled(self, lab: Lab) -> None:
+        @tool
+        def tide(place: str) -> dict[str, int]:
+            """Look something up."""
+            time.sleep(LATER_S)
+            return {"hour": 4}
+
+        def by_hand(state: MessagesState) -> dict[str, Any]:
+            calls = state["messages"][-1].tool_calls
+            return {"messages": [ToolMessage(str(tide.invoke(c["args"])), tool_call_id=c["id"]) for c in calls]}
+
+        on, record, off = models(lab, call("tide", place="Oslo"))
+        results = [hand_made(model, [tide], by_hand).invoke(QUESTION) for model in (on, off)]
+        assert said(results[0]) == said(results[1])
+        assert (last(record)["source"], last(record)["wasted"]) == ("tools", 0)
+        assert last(record)["static"] > 0
+
     def test_a_result_that_middleware_changes_is_answered_as_it_is_and_counted(self, lab: Lab) -> None:
         @wrap_tool_call
         def shout(request: Any, handler: Any) -> Any:
@@ -224,6 +276,45 @@ class TestWhileToolsRun:
         results = [create_agent(model, [tide], system_prompt=PROMPT).invoke(QUESTION) for model in (on, off)]
         assert said(results[0]) == said(results[1])
         assert record.named("tool.complete")
+
+    def test_a_result_of_text_blocks_is_appended(self, lab: Lab) -> None:
+        """As tools of MCP servers return it."""
+
+        @tool
+        def tide(place: str) -> list[dict[str, Any]]:
+            """Look something up."""
+            time.sleep(LATER_S)
+            return [{"type": "text", "text": RESULT}, {"type": "text", "text": "So it is."}]
+
+        on, record, off = models(lab, BOTH)
+        tools = [tide, sleepy("moon", "New moon.", seconds=4 * LATER_S)]
+        results = [create_agent(model, tools, system_prompt=PROMPT).invoke(QUESTION) for model in (on, off)]
+        assert said(results[0]) == said(results[1])
+        assert not record.named("edge.dropped")
+        first, second = record.named("tool.complete")
+        between = [e for e in record.named("append.complete") if first.t < e.t < second.t]
+        assert between[-1].data["tokens"] > last(record)["prompt_tokens"] - 200
+        assert last(record)["wasted"] == 0
+
+    @pytest.mark.filterwarnings(
+        "ignore::langchain_core._api.beta_decorator.LangChainBetaWarning"
+    )  # version 3 of events
+    @pytest.mark.parametrize("how", ["output_version", "events"])
+    def test_messages_of_content_blocks_are_known_in_every_run(self, lab: Lab, how: str) -> None:
+        on, record, off = models(lab, call("tide", place="Oslo"), call("tide", place="Lima"))
+        version = "v1" if how == "output_version" else None
+        models_ = [model.model_copy(update={"output_version": version}) for model in (on, off)]
+        agents = [create_agent(model, [sleepy("tide")], system_prompt=PROMPT) for model in models_]
+
+        def run(agent: Any) -> Any:
+            return agent.invoke(QUESTION) if version else agent.stream_events(QUESTION, version="v3").output
+
+        for _ in range(3):
+            record.events.clear()
+            assert said(run(agents[0])) == said(run(agents[1]))
+            finished = [event.data["certificate"] for event in record.named("finish")]
+            assert [each["source"] for each in finished] == [None, "tools", "tools"]
+            assert sum(each["wasted"] for each in finished) == 0
 
     def test_nothing_is_prefilled_with_overlap_off(self, lab: Lab) -> None:
         _, _, off = models(lab, call("tide", place="Oslo"))

@@ -15,6 +15,7 @@ from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langgraph_pingpong.edges.tasks import RunningTask
 from langgraph_pingpong.edges.template import Message, Path, Sources
 from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.tokens import as_text
 
 Answers = Mapping[CallKey, str]
 """What calls answered."""
@@ -170,7 +171,7 @@ def note_sources(record: CallRecord, state: Mapping[str, Any], task_input: Any) 
             elif id(found) in converted:
                 lists[path] = converted[id(found)]
             else:
-                lists[path] = converted[id(found)] = convert_to_openai_messages(found)
+                lists[path] = converted[id(found)] = [*map(as_text, convert_to_openai_messages(found))]
     record.texts, record.lists = texts, lists
 
 

@@ -12,6 +12,7 @@ from langgraph.prebuilt import ToolNode
 from langgraph_pingpong.edges.agents import model_of_agent
 from langgraph_pingpong.edges.declared import AgentNode
 from langgraph_pingpong.edges.langgraph_internals import declares_end, usable
+from langgraph_pingpong.edges.langgraph_loops import site_of
 from langgraph_pingpong.edges.learned import Site, memories_of
 from langgraph_pingpong.edges.options import options_of
 from langgraph_pingpong.edges.sequences import model_sequence
@@ -87,8 +88,8 @@ def learned(places: Mapping[Site, Place]) -> Iterator[tuple[Place, Place]]:
     for place in places.values():
         for memory in memories_of(place.spec):
             for call, follower in memory.followed():
-                after = places.get(follower.site)
-                if call.site == place.site and after is not None and not _is_off(after):
+                after = places.get(site_of(follower.site))
+                if site_of(call.site) == place.site and after is not None and not _is_off(after):
                     yield place, after
 
 

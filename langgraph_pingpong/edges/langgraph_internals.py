@@ -22,7 +22,15 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langsmith import tracing_context
 
 from langgraph_pingpong.edges.branches import may_send
-from langgraph_pingpong.edges.langgraph_loops import graphs_around, loop_of, site_of
+from langgraph_pingpong.edges.langgraph_loops import (
+    graphs_around,
+    loop_of,
+    push_of,
+    sends_around,
+    site_of,
+    turn_of,
+    with_push,
+)
 from langgraph_pingpong.edges.rehearsal import ReadOnlyStore
 from langgraph_pingpong.edges.tasks import UNKNOWN, NextTask, RunningTask
 
@@ -55,21 +63,18 @@ def running_task(config: RunnableConfig) -> RunningTask | None:
 def _read_task(config: RunnableConfig) -> RunningTask:
     metadata, configurable = config["metadata"], config["configurable"]
     runtime, loop = configurable["__pregel_runtime"], loop_of(configurable["__pregel_call"])
+    task_id, sent = configurable["__pregel_task_id"], push_of(metadata["langgraph_path"])
     return RunningTask(
-        site=site_of(metadata["langgraph_checkpoint_ns"].split("|")),
-        push=_push(metadata["langgraph_path"]),
+        site=site_of(metadata["langgraph_checkpoint_ns"].split("|"), sends_around(loop)),
+        push=turn_of(loop, task_id) if sent is None else sent,
         step=metadata["langgraph_step"],
         attempt=runtime.execution_info.node_attempt,
         owner=runtime.control,
-        task_id=configurable["__pregel_task_id"],
+        task_id=task_id,
         loop=loop,
         config=config,
         beside=frozenset(each.name for each in list(loop.tasks.values())),
     )
-
-
-def _push(path: tuple[Any, ...]) -> int | None:
-    return path[1] if path[0] == "__pregel_push" and isinstance(path[1], int) else None
 
 
 def spec_of(task: RunningTask) -> Any:
@@ -166,7 +171,8 @@ def _first_tasks(task: NextTask, graph: Any) -> list[NextTask]:
         interrupt_before=graph.interrupt_before_nodes,
     )
     begin = SimpleNamespace(path=(), name=START, writers=start.flat_writers, triggers=start.triggers)
-    return _tasks_after(loop, task.site, task.specs, [_task_writes(begin, task.input)])
+    around = (*task.site[:-1], with_push(task.site[-1], task.push))
+    return _tasks_after(loop, around, task.specs, [_task_writes(begin, task.input)])
 
 
 def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], writes: list[_Writes]) -> list[NextTask]:
@@ -176,7 +182,7 @@ def _tasks_after(loop: Any, around: tuple[str, ...], specs: tuple[Any, ...], wri
     return [
         NextTask(
             site=(*around, ahead.name),
-            push=_push(ahead.path),
+            push=push_of(ahead.path),
             step=loop.step + 1,
             specs=(*specs, loop.nodes[ahead.name]),
             node=loop.nodes[ahead.name].bound,
@@ -202,7 +208,7 @@ def _sibling_writes(task: RunningTask, other: Any, sibling_update: SiblingUpdate
     if sibling_update is None:
         return None
     site = (*task.site[:-1], other.name)
-    update = sibling_update(site, _push(other.path), task.loop.nodes[other.name].bound)
+    update = sibling_update(site, push_of(other.path), task.loop.nodes[other.name].bound)
     return None if update is UNKNOWN else _task_writes(other, update)
 
 
@@ -348,7 +354,7 @@ def _self_test() -> str:
         return {"text": "b"}
 
     def second(state: State, config: RunnableConfig) -> dict[str, str]:
-        around.extend(site for _, site in graphs_around(_read_task(config)))
+        around.extend(graph.site for _, graph in graphs_around(_read_task(config)))
         return {"text": state["text"] + "c"}
 
     inner = StateGraph(State).add_node("inner", second).add_edge(START, "inner")

@@ -12,8 +12,9 @@ from langchain_core.runnables import Runnable, RunnableConfig
 class RunningTask:
     """A node's task while it runs: where it stands in the graph, and the loop that runs it.
 
-    `site` names the enclosing graphs' nodes and the node; `push` is the position of a `Send`; `owner` is shared by
-    every task of one run. `beside` names the nodes of its superstep, its own included.
+    `site` names the enclosing graphs' nodes and the node; `push` is the position of its own `Send`, those of the graphs
+    around are in `site`; `owner` is shared by every task of one run. `beside` names the nodes of its superstep, its own
+    included.
     """
 
     site: tuple[str, ...]

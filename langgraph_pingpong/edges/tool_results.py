@@ -17,19 +17,23 @@ from typing import Any, cast
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import ToolMessage, convert_to_openai_messages
 from langchain_core.runnables.config import ensure_config
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
 from langgraph_pingpong.edges.langgraph_streams import run_of, tee_output_deltas
 from langgraph_pingpong.errors import ConfigError
+from langgraph_pingpong.tokens import Message, as_text
 
 MAX_TOOLS = 1024
 """Tools of which it is remembered whether they write their results to the stream."""
 
 Tell = Callable[[str, str | None, bool], None]
-"""Takes more of the result of a tool call: its id, the text, and whether that was all. None: what was told is wrong."""
+"""Takes more of the result of a tool call: its id, the text, and whether that was all.
+
+None instead of the text: the tool failed, or, if that was all, what it returned is another one than was told, or none.
+"""
 
 
 @dataclass
@@ -58,6 +62,13 @@ class Waiting:
         self._written.append(value)
         if _WRITES_RESULT.get(self.name):
             self.piece(value)
+
+    def failed(self) -> None:
+        """The tool raised. If it is run again, that is heard, unless the prompt holds pieces of this try."""
+        with self._lock:
+            self.begun = bool(self._told)
+            self._written.clear()
+            self.tell(self.id, None, False)
 
     def returned(self, text: str | None) -> None:
         """The tool is over; None if its result is no text."""
@@ -157,8 +168,9 @@ class ToolWatch(BaseCallbackHandler):
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         """A tool failed: what the model gets to read is up to others."""
-        if self._running.pop(run_id, None) is not None:
+        if (call := self._running.pop(run_id, None)) is not None:
             _CURRENT.set(None)
+            call.failed()
 
 
 _WATCH: ContextVar[ToolWatch | None] = ContextVar("langgraph_pingpong_tool_watch", default=ToolWatch())  # noqa: B039
@@ -183,8 +195,9 @@ def _text(output: Any, call_id: str) -> str | None:
     if isinstance(output, list):
         answers = [each for each in output if isinstance(each, ToolMessage) and each.tool_call_id == call_id]
         output = answers[0] if len(answers) == 1 else None
-    content = output.content if isinstance(output, ToolMessage) else output
-    return content if isinstance(content, str) else None
+    if isinstance(output, ToolMessage):
+        output = as_text(cast("Message", convert_to_openai_messages(output)))["content"]
+    return output if isinstance(output, str) else None
 
 
 def streaming_tool(function: Callable[..., Any]) -> Callable[..., Any]:
