@@ -47,7 +47,7 @@ def render_prompt(
         TemplateRefused: the template refused the messages.
         CallRefused: a message holds something other than text.
     """
-    return render_turns(template, convert_to_openai_messages(messages), tools, template_kwargs)
+    return render_turns(template, _in_openai_form(messages), tools, template_kwargs)
 
 
 def render_turns(
@@ -68,9 +68,16 @@ def render_turns(
 
 def estimate_tokens(template: ChatTemplate, messages: Sequence[BaseMessage], tools: Sequence[Tool] = ()) -> int:
     """About how many tokens these messages are in a prompt, also where the template does not take them alone."""
-    turns = [parse_tool_arguments(_text_only(turn)) for turn in convert_to_openai_messages(messages)]
+    turns = [parse_tool_arguments(_text_only(turn)) for turn in _in_openai_form(messages)]
     written = [turn["content"] + "".join(_written(turn)) for turn in _with_tools(turns, tools)]
     return sum(len(template.encode(template.escape(text))) + _MARKUP_TOKENS for text in written)
+
+
+def _in_openai_form(messages: Sequence[BaseMessage]) -> Sequence[Message]:
+    try:
+        return convert_to_openai_messages(messages)
+    except KeyError as error:
+        raise CallRefused(f"A content block of a message has no {error}.") from error
 
 
 def _text_only(message: Message) -> Message:

@@ -382,6 +382,11 @@ class TestTemplates:
         model.invoke("Hi", chat_template_kwargs={"mood": "wild"})
         assert last_prompt(model).startswith("MOOD wild")
 
+    @pytest.mark.parametrize(("block", "missing"), [({"type": "text"}, "'text'"), ({"text": "x"}, "'type'")])
+    def test_blocks_that_lack_something_are_told(self, block: Any, missing: str) -> None:
+        with pytest.raises(CallRefused, match=f"content block of a message has no {missing}"):
+            answering("x").invoke([HumanMessage([block])])
+
     @pytest.mark.parametrize("given", [["calm"], {"messages": []}, {"tools": []}])
     def test_take_no_other_variables(self, given: Any) -> None:
         with pytest.raises(CallRefused, match="chat_template_kwargs are"):
