@@ -26,10 +26,11 @@ from langchain_core.output_parsers import (
 )
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
+from langgraph.cache.memory import InMemoryCache
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
-from langgraph.types import Command, Send
+from langgraph.types import CachePolicy, Command, Send
 from langgraph.types import Send as Other
 from typing_extensions import TypedDict
 
@@ -314,6 +315,22 @@ def inner(model: ChatPingPong, **compiling: Any) -> Any:
     builder = StateGraph(State).add_node("critic", speaker(model, "critic", "plan", "notes"))
     builder.add_node("clerk", speaker(model, "clerk", "notes", "report"))
     return builder.add_edge(START, "critic").add_edge("critic", "clerk").compile(**compiling)
+
+
+def test_keys_of_cached_nodes_are_made_of_real_states_only(model: ChatPingPong) -> None:
+    keyed: list[str] = []
+
+    def key(state: State) -> str:
+        keyed.append(state["plan"])
+        return state["plan"]
+
+    builder = StateGraph(State).add_node("planner", agent_node(model, prompt=prompt("planner", "task"), writes="plan"))
+    writer = agent_node(model, prompt=prompt("writer", "plan"), writes="report")
+    builder.add_node("writer", writer, cache_policy=CachePolicy(key_func=key)).add_edge(START, "planner")
+    graph = builder.add_edge("planner", "writer").add_edge("writer", END).compile(cache=InMemoryCache())
+    state, certificates = run(model, graph, given(1))
+    assert prefilled(certificates["writer"]) > 0.8
+    assert keyed == [state["plan"]]
 
 
 class TestSubgraphs:

@@ -219,10 +219,12 @@ def _superstep(loop: Any, writes: list[Any]) -> Mapping[str, Any]:
     channels, checkpoint = _copy_channels(loop.channels), copy_checkpoint(loop.checkpoint)
     get_next_version = loop.checkpointer_get_next_version
     updated = apply_writes(checkpoint, channels, writes, get_next_version, loop.trigger_to_nodes)
+    # The users' own cache keys are for states that are.
+    nodes = {at: node.copy({"cache_policy": None}) if node.cache_policy else node for at, node in loop.nodes.items()}
     return prepare_next_tasks(
         checkpoint,
         [],
-        loop.nodes,
+        nodes,
         channels,
         loop.managed,
         loop.config,
