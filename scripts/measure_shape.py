@@ -1,8 +1,9 @@
-"""Measures a large model's shape on two GPUs in every mode, with one start of the engines for all files.
+"""Measures a large model's shape on one or two GPUs in every mode, with one start of the engines for all files.
 
-    python scripts/measure_shape.py OUT [--shape FOLDER] [--stop-after SECONDS] [--only FILE,...]
+    python scripts/measure_shape.py OUT [--shape FOLDER] [--devices cuda:0] [--stop-after SECONDS] [--only FILE,...]
 
-OUT gets a file of lines for each job, in the order of `JOBS`. What is in a file already is not run again.
+OUT gets a file of lines for each job, in the order of `JOBS`, or `ONE_DEVICE` where one is named. What is in a file
+already is not run again.
 """
 
 from __future__ import annotations
@@ -51,6 +52,22 @@ JOBS = (
 )
 """The first warms the engines up for all. The pair is up for `serial`, too: it stands in for the one engine."""
 
+ONE_DEVICE = (
+    Measured("long-prefill-14b", "long-prefill", "serial,serial-prewarm,overlap-1", 5, {"static": (4096,)}, (1,), 1),
+    Measured("messages-14b", "messages", "serial,overlap-1", 2),
+    Measured(
+        "sweep-14b",
+        "sweep",
+        "serial,overlap-1",
+        2,
+        {"upstream": (128, 512), "static": (512, 8192), "downstream": (64,)},
+    ),
+    Measured("rag-14b", "rag", "serial,overlap-1", 2),
+    Measured("debate-14b", "debate", "serial,overlap-1", 2),
+    Measured("multiturn-14b", "multiturn", "serial,overlap-1", 1),
+)
+"""What can be measured with one."""
+
 
 def main(
     out: Path,
@@ -60,8 +77,10 @@ def main(
     only: Annotated[str, typer.Option(help="Files, comma-separated; without it all.")] = "",
 ) -> None:
     """Run the jobs that are left."""
-    settings = EngineSettings(devices.split(","), str(shape), "bfloat16", 16384, engine_args={"load_format": "dummy"})
-    wanted = [job for job in JOBS if not only or job.file in only.split(",")]
+    places = devices.split(",")
+    settings = EngineSettings(places, str(shape), "bfloat16", 16384, engine_args={"load_format": "dummy"})
+    jobs = JOBS if len(places) > 1 else ONE_DEVICE
+    wanted = [job for job in jobs if not only or job.file in only.split(",")]
     kit = Kit(settings, Console(soft_wrap=True), {"temperature": 0.0, "seed": 42}, stop_after)
     left = kit.run([Job(_plan(job), out / f"{job.file}.jsonl") for job in wanted])
     kit.console.print(f"{left} runs are left." if left else "All runs are there.")
