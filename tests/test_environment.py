@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,3 +81,18 @@ def test_a_build_that_fails_leaves_the_users_own(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="out of memory"), build():
         raise ValueError("out of memory")
     assert os.environ[VISIBLE] == "0,1"
+
+
+def test_engines_show_no_bars_and_the_users_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    code = (
+        "import os\n"
+        "from langgraph_pingpong.config import EngineConfig, parse_devices\n"
+        "from langgraph_pingpong.engines.vllm_setup import set_up_for\n"
+        "config = EngineConfig('model', parse_devices(['cuda:0']))\n"
+        "with set_up_for(config, config.devices[0]):\n"
+        "    import tqdm\n"
+        "    print(os.environ['TQDM_DISABLE'], tqdm.tqdm([]).disable)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.split() == ["1", "False"]

@@ -22,17 +22,21 @@ from langgraph_pingpong.errors import ConfigError, EngineNotInstalled, NixlNotIn
 GIB = 1 << 30
 
 # Read by vLLM when an engine is built. Spawn, because a fork would copy this process's threads' locks. The
-# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings that torch and vLLM give at
-# every start (what is deprecated, what this machine lacks) are for their developers.
+# sampler that FlashInfer compiles on the spot costs 100 s at the first start. Warnings and bars that torch, vLLM and
+# FlashInfer show at every start (what is deprecated, what this machine lacks) are for their developers.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_LOGS": "-all",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning",
+    "FLASHINFER_LOGGING_LEVEL": "error",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+_NO_BARS = {"TQDM_DISABLE": "1"}
+"""For engines' processes only: vLLM shows one bar whatever `use_tqdm_on_load` says."""
 
 _OWN_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -64,7 +68,7 @@ def check_machine(config: EngineConfig) -> None:
 
 def engine_environment(config: EngineConfig, device: Device) -> dict[str, str]:
     """The variables that vLLM reads when an engine is built; what the user has set stays, but for its device."""
-    own = {**_ENVIRONMENT, **(kv_environment(device.kind) if config.kv_transfer else {})}
+    own = {**_ENVIRONMENT, **_NO_BARS, **(kv_environment(device.kind) if config.kv_transfer else {})}
     values = {name: value if name == SIDE_PORT else os.environ.get(name, value) for name, value in own.items()}
     values[PARENT] = str(os.getpid())
     if device.kind == "cuda":
@@ -115,6 +119,7 @@ def weight_bytes(config: EngineConfig) -> int:
 
 def set_up_for(config: EngineConfig, device: Device) -> AbstractContextManager[None]:
     """Build the engine on a device within this."""
+    importlib.import_module("tqdm")  # reads its variables when it is imported: the user's own bars stay
     return environment_with(engine_environment(config, device), _OF_ONE_ENGINE)
 
 
