@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
@@ -14,6 +15,9 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.engines.base import Delta, Said, TokenLogprob, ToolCallPart
 from langgraph_pingpong.whole_calls import RAW_CALLS, RawCalls, parse_calls, read_again
+
+Answer = tuple[Delta, Said, Certificate | None]
+"""What an engine said since the last one of these, also taken apart; the certificate comes with the last."""
 
 Certify = Callable[[Mapping[str, Any]], None]
 """Takes the certificate of a call, besides the message that carries it."""
@@ -47,6 +51,23 @@ class AnswerChunks:
             said = Said()
         if delta.finish_reason is not None or said.content or said.reasoning or delta.logprobs:
             yield self._chunk(delta, said, certificate)
+
+    def result(self, answers: Iterable[Answer]) -> ChatResult:
+        """The answers to one prompt from all deltas of the call.
+
+        With several answers, each carries the usage of the whole call, as LangChain's other models have it.
+        """
+        by_index: dict[int, list[ChatGenerationChunk]] = defaultdict(list)
+        for answer in _joined(answers):
+            by_index[answer[0].index] += self.chunks(*answer)
+        generations = [_to_generation(by_index[index]) for index in sorted(by_index)]
+        messages = [each.message for each in generations if isinstance(each.message, AIMessage)]
+        whole = next((message for message in messages if message.usage_metadata), None)
+        for message in messages:
+            if whole is not None:
+                message.usage_metadata = whole.usage_metadata
+                message.response_metadata["pingpong"] = whole.response_metadata["pingpong"]
+        return ChatResult(generations=generations)
 
     def _chunk(self, delta: Delta, said: Said, certificate: Certificate | None) -> ChatGenerationChunk:
         message = _saying(said)
@@ -107,22 +128,17 @@ def _usage(certificate: Certificate) -> UsageMetadata:
     )
 
 
-def to_result(chunks: Iterable[tuple[int, ChatGenerationChunk]]) -> ChatResult:
-    """The answers to one prompt from their chunks, each given with the index of its answer.
+def _joined(answers: Iterable[Answer]) -> Iterator[Answer]:
+    """Content that several deltas said in a row is one: a chunk for each token is for those who watch."""
+    for (_, content_only), some in groupby(answers, lambda answer: (answer[0].index, _is_content(*answer))):
+        row = list(some)
+        yield from [(row[0][0], Said("".join(said.content for _, said, _ in row)), None)] if content_only else row
 
-    With several answers, each carries the usage of the whole call, as LangChain's other models have it.
-    """
-    by_index: dict[int, list[ChatGenerationChunk]] = defaultdict(list)
-    for index, chunk in chunks:
-        by_index[index].append(chunk)
-    generations = [_to_generation(by_index[index]) for index in sorted(by_index)]
-    messages = [each.message for each in generations if isinstance(each.message, AIMessage)]
-    whole = next((message for message in messages if message.usage_metadata), None)
-    for message in messages:
-        if whole is not None:
-            message.usage_metadata = whole.usage_metadata
-            message.response_metadata["pingpong"] = whole.response_metadata["pingpong"]
-    return ChatResult(generations=generations)
+
+def _is_content(delta: Delta, said: Said, certificate: Certificate | None) -> bool:
+    """Whether nothing but content is said."""
+    more = delta.logprobs or delta.finish_reason or said.reasoning or said.tool_calls or certificate
+    return not more
 
 
 def _to_generation(chunks: Sequence[ChatGenerationChunk]) -> ChatGeneration:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,18 +18,18 @@ from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
 
 from langgraph_pingpong.after_tools import AfterTools
 from langgraph_pingpong.anchoring import Anchoring
-from langgraph_pingpong.answers import AnswerChunks, to_result
+from langgraph_pingpong.answers import Answer, AnswerChunks
 from langgraph_pingpong.calling import current_config
 from langgraph_pingpong.calls import PROMPT_SHAPING, Terms, terms_of
-from langgraph_pingpong.certificate import Certificate
 from langgraph_pingpong.custom_events import streamed
 from langgraph_pingpong.edges import RunningTask, running_task
 from langgraph_pingpong.edges.book import Shaping
 from langgraph_pingpong.edges.sources import RenderMessages
-from langgraph_pingpong.engines.base import Delta, Reader, Request, Said, all_content, within
+from langgraph_pingpong.engines.base import Reader, Request, Said, all_content, within
 from langgraph_pingpong.engines.vllm_parsers import Expected, check_parsers, open_parser
 from langgraph_pingpong.errors import CallRefused, CallTimedOut, PromptTooLong
 from langgraph_pingpong.growing_prompt import CallKey
+from langgraph_pingpong.loop import all_at_once
 from langgraph_pingpong.planning import PlannedCall, cache_salt, planner_of
 from langgraph_pingpong.pool import EnginePool
 from langgraph_pingpong.prompts import HERMES, has_place_for_tools, render_prompt
@@ -42,9 +42,6 @@ from langgraph_pingpong.tokens import as_text
 from langgraph_pingpong.tools import Method, ToolLike, openai_tools, parse_tool_choice, structured_output
 from langgraph_pingpong.trace import Trace
 from langgraph_pingpong.whole_calls import WholeCalls
-
-Answer = tuple[Delta, Said, Certificate | None]
-IndexedChunk = tuple[int, ChatGenerationChunk]
 
 
 class ChatPingPong(WholeCalls, Anchoring):
@@ -212,7 +209,9 @@ class ChatPingPong(WholeCalls, Anchoring):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return to_result(self._chunks(messages, terms_of(self._call_settings, stop, kwargs)))
+        prepared, made = self._begun(messages, terms_of(self._call_settings, stop, kwargs), current_config())
+        with closing(prepared.serving.pool.loop.iterate(lambda: all_at_once(self._answer(prepared)))) as whole:
+            return made.result(next(whole))
 
     async def _agenerate(
         self,
@@ -222,7 +221,10 @@ class ChatPingPong(WholeCalls, Anchoring):
         **kwargs: Any,
     ) -> ChatResult:
         terms = terms_of(self._call_settings, stop, kwargs)
-        return to_result([each async for each in self._achunks(messages, terms)])
+        prepared, made = await asyncio.to_thread(self._begun, messages, terms, current_config())
+        loop = prepared.serving.pool.loop
+        async with aclosing(loop.aiterate(lambda: all_at_once(self._answer(prepared)))) as whole:
+            return made.result(await anext(whole))
 
     def _stream(
         self,
@@ -231,9 +233,11 @@ class ChatPingPong(WholeCalls, Anchoring):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with closing(self._chunks(messages, _single(terms_of(self._call_settings, stop, kwargs)))) as chunks:
-            for _, chunk in chunks:
-                yield chunk
+        terms = _single(terms_of(self._call_settings, stop, kwargs))
+        prepared, made = self._begun(messages, terms, current_config())
+        with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
+            for answer in answers:
+                yield from made.chunks(*answer)
 
     async def _astream(
         self,
@@ -243,26 +247,21 @@ class ChatPingPong(WholeCalls, Anchoring):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         terms = _single(terms_of(self._call_settings, stop, kwargs))
-        async with aclosing(self._achunks(messages, terms)) as chunks:
-            async for _, chunk in chunks:
-                yield chunk
-
-    def _chunks(self, messages: list[BaseMessage], terms: Terms) -> Generator[IndexedChunk]:
-        prepared = self._prepare(messages, terms, config := current_config())
-        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks), self.output_version)
-        with closing(prepared.serving.pool.loop.iterate(lambda: self._answer(prepared))) as answers:
-            for answer in answers:
-                for chunk in made.chunks(*answer):
-                    yield answer[0].index, chunk
-
-    async def _achunks(self, messages: list[BaseMessage], terms: Terms) -> AsyncGenerator[IndexedChunk]:
-        # In a thread: the first call starts the engines, and a long prompt takes milliseconds to encode.
-        prepared = await asyncio.to_thread(self._prepare, messages, terms, config := current_config())
-        made = AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks), self.output_version)
+        prepared, made = await asyncio.to_thread(self._begun, messages, terms, current_config())
         async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
                 for chunk in made.chunks(*answer):
-                    yield answer[0].index, chunk
+                    yield chunk
+
+    def _begun(
+        self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig
+    ) -> tuple[_Prepared, AnswerChunks]:
+        """A call, ready for the engine, and what makes messages of what that will say.
+
+        Not on a caller's event loop: the first call starts the engines, and a long prompt takes milliseconds to encode.
+        """
+        prepared = self._prepare(messages, terms, config)
+        return prepared, AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks), self.output_version)
 
     def _prepare(self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig) -> _Prepared:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""

@@ -177,6 +177,12 @@ class LoopThread:
             remote.ended.result()
 
 
+async def all_at_once(source: AsyncGenerator[T]) -> AsyncGenerator[list[T]]:
+    """All that a source gives, in one piece once it has ended: for a caller who has no use for the pieces."""
+    async with contextlib.aclosing(source) as items:
+        yield [item async for item in items]
+
+
 async def _pump(source: Callable[[], AsyncGenerator[T]], put: Callable[[T], None]) -> None:
     async with contextlib.aclosing(source()) as items:
         async for item in items:

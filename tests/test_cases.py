@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from typing_extensions import TypedDict
 
 from langgraph_pingpong import EnginePool, FakeEngine, agent_node, streaming_edges
-from langgraph_pingpong.answers import AnswerChunks, to_result
+from langgraph_pingpong.answers import AnswerChunks
 from langgraph_pingpong.edges import AgentNode
 from langgraph_pingpong.engines.base import Delta, Request, Said, ToolCallPart
 from langgraph_pingpong.errors import TemplateRefused
@@ -492,7 +492,8 @@ class TestStreamedToolCalls:
         deltas = [*(Delta("x", (1,)) for _ in said[1:]), Delta("x", (1,), "stop")]
         chunks = [chunk for pair in zip(deltas, said, strict=True) for chunk in made.chunks(*pair, None)]
         streamed = functools.reduce(AIMessageChunk.__add__, [chunk.message for chunk in chunks])
-        (whole,) = [each.message for each in to_result([(0, chunk) for chunk in chunks]).generations]
+        answers = [(*pair, None) for pair in zip(deltas, said, strict=True)]
+        (whole,) = [each.message for each in AnswerChunks("m", lambda _: None).result(answers).generations]
         for message in (streamed, whole):
             assert [(call["name"], call["args"], call["id"]) for call in message.tool_calls] == [
                 ("tide_time", {"place": "Oslo"}, "call 0"),

@@ -18,7 +18,7 @@ PACKAGE = Path(langgraph_pingpong.__file__).parent
 
 LAYERS = """
 errors certificate
-trace segments signals environment keys engines.base exact same_device kv_budget going_first
+trace segments signals environment heap keys engines.base exact same_device kv_budget going_first
 growing config model_files default_model loop engines.main_guard engines.orphans engines.prompt_scheduler speculation
 tokens placement
 health growing_prompt evictions kv_handles kv_planner

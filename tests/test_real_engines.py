@@ -269,7 +269,7 @@ def test_leaving_a_stream_early_frees_the_engines(real_model: ChatPingPong) -> N
 
 
 SCRIPT = """
-    import json, os, signal
+    import gc, json, os, signal
     from langgraph_pingpong import ChatPingPong
 
     def stream(model):
@@ -279,6 +279,7 @@ SCRIPT = """
         import psutil
         model = ChatPingPong(devices={devices}, max_tokens=4, temperature=0.0, max_model_len=512).start()
         children = [p.pid for p in psutil.Process().children()]
+        apart = gc.get_freeze_count()
         said = [model.invoke("Hi").text]
         try:
             for _ in stream(model):
@@ -286,7 +287,7 @@ SCRIPT = """
         except KeyboardInterrupt:
             unfinished = [engine.num_unfinished for engine in model._serving().pool.engines]
         said += [model.invoke("Hi").text, model.invoke("Hi").text]
-        print(json.dumps({{"said": said, "children": children, "unfinished": unfinished}}))
+        print(json.dumps({{"said": said, "children": children, "unfinished": unfinished, "apart": apart}}))
         left_open = stream(model)
         next(left_open)
 """
@@ -310,5 +311,6 @@ def test_guarded_script_survives_an_interrupt_and_ends_cleanly(tmp_path: Path) -
     assert len(set(result["said"])) == 1
     assert result["unfinished"] == [0]
     assert len(result["children"]) >= 2
+    assert result["apart"] > 500_000, "full collections look at all that vLLM and torch brought"
     assert "Traceback" not in done.stderr
     wait_until(lambda: not any(map(psutil.pid_exists, result["children"])), 10.0, "end of every process it started")

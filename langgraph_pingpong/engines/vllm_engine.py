@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from langgraph_pingpong import heap
 from langgraph_pingpong.config import Device, EngineConfig, refuse_unknown
 from langgraph_pingpong.engines.base import PREFILL_PRIORITY, Delta, Request, new_request_id
 from langgraph_pingpong.engines.main_guard import check_main_guard
@@ -169,7 +170,9 @@ class VllmEngine:
 
             args = self._config.vllm_args | (self._kv.engine_args() if self._kv else {})
             refuse_unknown(args, [field.name for field in dataclasses.fields(AsyncEngineArgs)], "vLLM")
+            heap.collect()  # engines that are garbage give their memory back before this one takes any
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        heap.set_apart()
         self._settled = llm.vllm_config
         self._defaults = llm.vllm_config.model_config.get_diff_sampling_param()
         return llm
@@ -214,6 +217,7 @@ class VllmEngine:
         if self._kv is not None:
             await self._kv.ended()
         llm, self._llm = self._llm, None
+        heap.take_back()
         if llm.output_handler is not None:  # first, or it reports the end of the process as a failure
             llm.output_handler.cancel()
             await asyncio.wait({llm.output_handler})

@@ -17,6 +17,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from langgraph_pingpong import heap
 from langgraph_pingpong.engines.base import Delta, Reader, Said, ToolCallPart
 from langgraph_pingpong.engines.vllm_setup import quiet_vllm
 from langgraph_pingpong.errors import CallRefused, EngineNotInstalled, UnknownParser
@@ -60,6 +61,7 @@ def _import_vllm() -> None:
         import vllm.reasoning
         import vllm.tokenizers.hf
         import vllm.tool_parsers  # noqa: F401
+    heap.set_apart()
 
 
 def check_parsers(tool_parser: str, reasoning_parser: str | None) -> None:
