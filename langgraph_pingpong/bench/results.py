@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from langgraph_pingpong.bench import demo, metrics
-from langgraph_pingpong.bench.common import table
+from langgraph_pingpong.bench.common import SHARED, table
 from langgraph_pingpong.bench.document import Block, save_pictures, to_markdown
 from langgraph_pingpong.bench.groups import Compared, Group, compare, hidden_share, named, varying
 from langgraph_pingpong.bench.lines import Results
@@ -83,7 +83,9 @@ def section(files: Mapping[Path, Results], root: Path) -> str:
 def title_of(results: Results) -> str:
     """What a file is called in short: its own title, or workload, model and devices."""
     setup = results.setup
-    return str(setup.get("title") or f"{setup['profile']}, {setup['model']} on {', '.join(setup['devices'])}")
+    devices = ", ".join(setup["devices"])
+    where = f"one GPU as {devices}" if SHARED in setup["machine"] else devices
+    return str(setup.get("title") or f"{setup['profile']}, {setup['model']} on {where}")
 
 
 def _row_title(results: Results) -> str:
