@@ -31,5 +31,8 @@ def _close(session: weakref.ref[Session], pool: weakref.ref[EnginePool], owner: 
 def _end_graph(session: Session | None, pool: EnginePool, owner: object, graph: GraphSite) -> None:
     if session is not None:  # of too many runs at once the pool forgets the sessions used least recently
         session.close(graph)
-    if not graph.site:  # of the run's own graph: nothing follows any more
-        planner_of(pool).forget(owner)
+    if graph.site:
+        return
+    planner_of(pool).forget(owner)  # the run's own graph: nothing follows any more
+    if session is not None and pool.runs.get(id(owner)) is session:
+        del pool.runs[id(owner)]  # it holds the pool: no circle is left that only a full collection finds

@@ -31,7 +31,7 @@ from langgraph_pingpong.tool_round import AwaitedTools, ToolRounds
 from langgraph_pingpong.trace import Trace
 
 MAX_RUNS = 1024
-"""How many runs a pool remembers; the ones used least recently are forgotten first."""
+"""How many runs that are not over a pool remembers; the ones used least recently are forgotten first."""
 
 MAX_ANSWERS = 32
 """Finished answers of one run that are kept for edges that open later; those under way are kept as well."""

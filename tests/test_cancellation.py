@@ -430,7 +430,7 @@ class TestManyRuns:
         model = lab.model(replies={"writer": "abcdefgh", "critic": "ijklmnop"}, speed={"decode_speed": 100.0})
         graph = lab.chain(model)
         asyncio.run(stop_many(graph, 40, at_once=40, most_s=0.3))
-        assert len(model.pool.runs) == 10
+        assert len(model.pool.runs) <= 10
 
         def left() -> list[PregelLoop]:
             gc.collect()

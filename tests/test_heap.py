@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from langgraph_pingpong import heap
+from langgraph_pingpong import EnginePool, heap
+from tests.conftest import Lab, wait_until
 
 
 class Circle:
@@ -65,3 +66,19 @@ def test_nothing_is_collected_where_nothing_was_set_apart() -> None:
     finally:
         gc.callbacks.pop()
     assert not collected
+
+
+def test_a_model_of_a_graph_that_is_dropped_ends_its_engines_all_the_same(lab: Lab) -> None:
+    def used() -> weakref.ref[EnginePool]:
+        model = lab.model()
+        graph = lab.chain(model)
+        heap.set_apart()
+        graph.invoke({"task": "Say what a tide pool is."})
+        return weakref.ref(model._serving().pool)
+
+    def gone() -> bool:
+        gc.collect()
+        return pool() is None
+
+    pool = used()
+    wait_until(gone, 5.0, "end of the pool, which was set apart")
