@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from langgraph_pingpong.config import EngineConfig, check_devices, default_devices, gpus_of, parse_devices
-from langgraph_pingpong.engines.vllm_setup import quiet_vllm, set_up_for
+from langgraph_pingpong.engines.vllm_setup import engine_environment, quiet_vllm, set_up_for
 from langgraph_pingpong.environment import environment_with, own_value
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -81,6 +81,21 @@ def test_a_build_that_fails_leaves_the_users_own(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="out of memory"), build():
         raise ValueError("out of memory")
     assert os.environ[VISIBLE] == "0,1"
+
+
+def test_kv_on_gpus_goes_by_cudas_ipc_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, ways = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_TLS"
+    monkeypatch.delenv(reads, raising=False)
+    monkeypatch.delenv(ways, raising=False)
+    on_gpus, on_cpus = (
+        EngineConfig("model", parse_devices([f"{kind}:0", f"{kind}:1"]), kv_transfer=True) for kind in ("cuda", "cpu")
+    )
+    told = engine_environment(on_gpus, on_gpus.devices[0])
+    assert (told[reads], ways in told) == ("on", False)
+    told = engine_environment(on_cpus, on_cpus.devices[0])
+    assert reads not in told and "cma" in told[ways]
+    monkeypatch.setenv(reads, "off")
+    assert engine_environment(on_gpus, on_gpus.devices[0])[reads] == "off"
 
 
 def test_engines_show_no_bars_and_the_users_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
