@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -28,7 +29,7 @@ _WHITE_SPACE = "".join(char for char in map(chr, range(0x3001)) if char.isspace(
 """White space as tokenizers see it, which is not quite Python's."""
 
 _SHORT = 64
-"""A tail of fewer characters is encoded again with every piece, and a text between markers with every prompt."""
+"""A tail of fewer characters is encoded again with every piece."""
 
 HARD_TEXT = (
     " It'll cost 1234567890123 crabs,\n\n \t if (x<=Na\u00efve) {ABCdef\u65e5\u672c\u8a9eABCabc}...\r\n  "
@@ -89,16 +90,19 @@ class GrowingIds:
 
     def _take_markers(self, segments: Segments) -> None:
         """Everything up to the last marker is final: nothing fuses with a marker."""
-        tail, at = self._tail, 0
+        tail = self._tail
         # Where markers are escaped, what follows rendered text is plain text, so that a marker at its end is whole.
         limit = len(tail) if self._template.escape_markers else self._template.unsettled_from(tail)
-        for marker in segments.markers(tail):
-            if marker.stop > limit:
-                break
-            self.ids += [*self._encode_whole(self._template.unescape(tail[at : marker.before])), marker.id]
-            self._encoder, at, self._looked = segments.inner, marker.end, 0
-            self._drops_space = marker.eats_on
-        self._tail = self._template.unescape(tail[at:])
+        markers = [*itertools.takewhile(lambda marker: marker.stop <= limit, segments.markers(tail))]
+        starts = [0, *(marker.end for marker in markers)]
+        ends = [marker.before for marker in markers]
+        texts = [self._template.unescape(tail[start:end]) for start, end in zip(starts, ends, strict=False)]
+        first = segments.kept.of(self._encoder or segments.first, texts[:1])
+        for ids, marker in zip([*first, *segments.kept.of(segments.inner, texts[1:])], markers, strict=True):
+            self.ids += [*ids, marker.id]
+        if markers:
+            self._encoder, self._looked, self._drops_space = segments.inner, 0, markers[-1].eats_on
+        self._tail = self._template.unescape(tail[starts[-1] :])
 
     def _settle(self) -> None:
         """Take the ids of the tail that are final."""
@@ -109,12 +113,6 @@ class GrowingIds:
         self._tail = self._tail[end:]
         if self._segments:
             self._encoder = self._segments.rest
-
-    def _encode_whole(self, text: str) -> Sequence[int]:
-        """The ids of a text between two markers, which does not grow."""
-        if self._encoder is None or self._segments is None or len(text) < _SHORT:
-            return self._encode(text)
-        return self._segments.encode_whole(self._encoder, text)
 
     def _encode(self, text: str) -> list[int]:
         if self._encoder is None:
