@@ -57,6 +57,12 @@ def test_what_turns_into_garbage_is_found_once_an_engine_stopped() -> None:
     assert gone() is None
 
 
+def test_what_was_set_apart_before_is_not_looked_at_again() -> None:
+    gone = dropped()
+    heap.set_apart()
+    assert gone() is not None
+
+
 def test_nothing_is_collected_where_nothing_was_set_apart() -> None:
     heap.take_back()
     collected: list[object] = []
