@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
@@ -221,7 +222,7 @@ class ChatPingPong(WholeCalls, Anchoring):
         **kwargs: Any,
     ) -> ChatResult:
         terms = terms_of(self._call_settings, stop, kwargs)
-        prepared, made = await asyncio.to_thread(self._begun, messages, terms, current_config())
+        prepared, made = await self._begun_aside(messages, terms)
         loop = prepared.serving.pool.loop
         async with aclosing(loop.aiterate(lambda: all_at_once(self._answer(prepared)))) as whole:
             return made.result(await anext(whole))
@@ -247,7 +248,7 @@ class ChatPingPong(WholeCalls, Anchoring):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         terms = _single(terms_of(self._call_settings, stop, kwargs))
-        prepared, made = await asyncio.to_thread(self._begun, messages, terms, current_config())
+        prepared, made = await self._begun_aside(messages, terms)
         async with aclosing(prepared.serving.pool.loop.aiterate(lambda: self._answer(prepared))) as answers:
             async for answer in answers:
                 for chunk in made.chunks(*answer):
@@ -256,12 +257,17 @@ class ChatPingPong(WholeCalls, Anchoring):
     def _begun(
         self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig
     ) -> tuple[_Prepared, AnswerChunks]:
-        """A call, ready for the engine, and what makes messages of what that will say.
-
-        Not on a caller's event loop: the first call starts the engines, and a long prompt takes milliseconds to encode.
-        """
+        """A call, ready for the engine, and what makes messages of what that will say."""
         prepared = self._prepare(messages, terms, config)
         return prepared, AnswerChunks(self.model_name, partial(add_to_run, config, self.callbacks), self.output_version)
+
+    async def _begun_aside(self, messages: list[BaseMessage], terms: Terms) -> tuple[_Prepared, AnswerChunks]:
+        """The same beside a caller's event loop.
+
+        The first call starts the engines, and a long prompt takes milliseconds to encode.
+        """
+        run = partial(contextvars.copy_context().run, self._begun, messages, terms, current_config())
+        return await asyncio.get_running_loop().run_in_executor(self._lazy.threads, run)
 
     def _prepare(self, messages: list[BaseMessage], terms: Terms, config: RunnableConfig) -> _Prepared:
         """Everything that comes before the engine: the prompt's ids, the checks, the plan; starts the engines."""

@@ -14,7 +14,7 @@ import gc
 def set_apart() -> None:
     """Leave all that exists now out of full collections; what is garbage already goes first.
 
-    What was left out before is not looked at: the first call with tools, behind the start of the engines, takes no time.
+    What was left out before is not looked at, so that the first call with tools, which brings little, takes no time.
     """
     gc.collect()
     gc.freeze()

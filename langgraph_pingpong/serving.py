@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,18 +86,35 @@ class Prompting:
 _OWN = Prompting()
 
 
+PREPARING = 32
+"""Calls that are prepared at once; while engines start, all of them wait."""
+
+
 class LazyServing:
     """Makes the engines and the template on first use, once; copies of a model share them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process = os.getpid()
         self._value: Serving | None = None
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(PREPARING, thread_name_prefix="pingpong-prepare")
+
+    def _notice_fork(self) -> None:
+        if os.getpid() != self._process:  # the threads do not exist here, and one of them may hold the lock
+            self._begin_process()
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """Where calls are prepared. The caller's loop has some, too, but tools may keep all of these busy."""
+        self._notice_fork()
+        return self._threads
 
     def get(self, make: Callable[[], Serving]) -> Serving:
         """What was made, or what `make` makes now; made again once its engines are closed, and in a forked process."""
-        if os.getpid() != self._process:  # a thread that does not exist here may hold the lock
-            self._lock, self._process = threading.Lock(), os.getpid()
+        self._notice_fork()
         with self._lock:
             if self._value is None or self._value.pool.closed:
                 self._value = make()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,6 +92,25 @@ class TestModelledEngines:
             whole = [word for word in set(CANARY.findall(tokenizer.decode(list(ids)))) if word in asked]
             assert len(whole) <= 1
             assert any(prompt[: len(ids)] == ids for prompt in (asked[whole[0]] if whole else everything))
+
+
+def test_slow_tools_in_the_callers_threads_hold_no_call_up(lab: Lab) -> None:
+    """LangChain runs synchronous tools in the threads of the caller's loop, of which there are few."""
+    model, over = lab.model(), threading.Event()
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        tool = loop.run_in_executor(None, over.wait)
+        try:
+            async with asyncio.timeout(10):
+                assert (await model.ainvoke("Hi")).text
+                assert "".join([chunk.text async for chunk in model.astream("Hi")])
+        finally:
+            over.set()
+            await tool
+
+    asyncio.run(ask())
 
 
 @pytest.mark.engine
