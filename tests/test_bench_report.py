@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from langgraph_pingpong.bench import common
+from langgraph_pingpong.bench import common, machine
 from langgraph_pingpong.bench.document import Heading, Picture, Table, Text, to_html, to_markdown
 from langgraph_pingpong.bench.lines import Results
 from langgraph_pingpong.bench.metrics import Figures
@@ -223,14 +223,14 @@ def test_committed_results_get_a_report_and_a_table_in_the_readme(folder: Path, 
     ("visible", "names", "title"),
     [
         ("0,1", ["GPU 0", "GPU 1"], "w, m on cuda:0, cuda:1"),
-        ("3,3", ["GPU 0 (every engine on this one)"], "w, m on one GPU as cuda:0, cuda:1"),
+        ("3,3", ["GPU 3 (every engine on this one)"], "w, m on one GPU as cuda:0, cuda:1"),
     ],
 )
 def test_one_gpu_as_two_devices_is_told(
     visible: str, names: list[str], title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(machine, "output_of", lambda tool, option, gpu, *query: f"GPU {gpu}")
     devices = ["cuda:0", "cuda:1"]
     assert common._gpus(devices) == names
     setup = {"title": "", "profile": "w", "model": "m", "devices": devices, "machine": common.machine(*names)}

