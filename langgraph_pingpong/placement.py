@@ -1,12 +1,13 @@
 """Where the next prompt goes: decisions on plain data, which the pool carries out.
 
-**Start.** A run starts on the device with the fewest leases; of several, on the one where the fewest open runs started.
+**Start.** A run starts on the device with the least load; of several, on the one where the fewest open runs started.
+The load is the leases with the one to come, times how slow the device is.
 
 **A call** that no edge prepared goes to its place in the ring, (start + i) mod N for the i-th call of a run. Another
-device is chosen if it has clearly fewer leases. Then the device that holds the longest prefix of the prompt is looked
+device is chosen if its load is clearly less. Then the device that holds the longest prefix of the prompt is looked
 at: it wins if it *saves more than is new*, which is, in tokens:
 
-    what it holds more than the other  >  what it would have to compute + CROWD_TOKENS for each lease it has more
+    what it holds more than the other  >  what it would have to compute + CROWD_TOKENS for each lease of more load
 
 So a conversation stays where its turns are cached, and a beginning that many prompts share does not draw them all to
 one device.
@@ -18,9 +19,11 @@ call will go there by itself. No edge is opened either where there is no other d
 
 **Slow devices.** Of every ENOUGH_TOKENS times between tokens on a device a median is taken, apart for each number of
 leases and each order of prompt length. A device whose median was clearly above that of the fastest, twice in a row,
-gets nothing new for a while. Only medians that overlap in time are compared: a busy machine slows them all.
+gets no edges for a while, and fewer calls: its leases count as many times as it is slow. Not none: all others together
+may have neither the time nor the cache for what it did. Only medians that overlap in time are compared: a busy machine
+slows them all.
 
-Devices that are down get nothing either.
+Devices that are down get nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 CLEARLY_FEWER = 2
-"""So many leases fewer than the device whose turn it is make another device the better one."""
+"""So many leases of load less than the device whose turn it is make another device the better one."""
 
 CROWD_TOKENS = 1024
 """What a lease counts for where it is weighed against cached tokens: how many could be computed in the time that an
@@ -57,7 +60,7 @@ ENOUGH_TOKENS = 256
 """Of so many times between tokens a median is taken."""
 
 SLOW_FOR_S = 30.0
-"""How long a slow device gets nothing new, in seconds; then it is tried again."""
+"""How long a device counts as slow, in seconds; then it is tried again."""
 
 Load = tuple[int, int]
 """What decoding speed depends on: leases on the device, and the order of the prompt's length."""
@@ -134,7 +137,8 @@ class Place:
 
     block_size: int = 16
     up: bool = True
-    slow_until: float = 0.0
+    slow_until: float = float("-inf")
+    times_slower: float = 1.0
     held: HeldBlocks = field(default_factory=HeldBlocks)
     paces: dict[Load, Pace] = field(default_factory=dict)
 
@@ -150,46 +154,57 @@ class Placement:
 
     def start(self, open_runs: Sequence[int], now: float) -> int:
         """Where a run starts; `open_runs` tells how many runs that are not over started on each device."""
-        return min(self.usable(now), key=lambda i: (self.leases[i], open_runs[i]))
+        return min(self.up(), key=lambda i: (self.load(i, now), open_runs[i]))
 
     def for_call(self, preferred: int, ids: Sequence[int], salt: str | None, now: float) -> int:
         """The device for a call whose turn in the ring is `preferred`; one that is down only if all are."""
-        return self._choose(preferred, self.usable(now), self.held_tokens(ids, salt), len(ids))
+        return self._choose(preferred, self.up(), self.held_tokens(ids, salt), len(ids), now)
 
     def for_edge(self, upstream: int, preferred: int, ids: Sequence[int], salt: str | None, now: float) -> int | None:
         """The device for an edge; None if the call it is for does better without."""
-        others = [index for index in self.usable(now) if index != upstream and self.places[index].up]
+        others = [i for i, place in enumerate(self.places) if i != upstream and place.up and not self._is_slow(i, now)]
         if not others:
             return None
         held = self.held_tokens(ids, salt)
-        chosen = self._choose(preferred, others, held, len(ids))
-        more = self.leases[upstream] - 1 - self.leases[chosen]  # the upstream's own lease is about to end
+        chosen = self._choose(preferred, others, held, len(ids), now)
+        more = self.load(upstream, now, -1) - self.load(chosen, now)  # the upstream's own lease is about to end
         quiet = _saves_more_than_is_new(held[upstream], held[chosen], len(ids) + ANSWER_TOKENS, more)
         return None if quiet else chosen
 
-    def for_rest(self, failed: int, among: Iterable[int], ids: Sequence[int], salt: str | None) -> int | None:
+    def for_rest(
+        self, failed: int, among: Iterable[int], ids: Sequence[int], salt: str | None, now: float
+    ) -> int | None:
         """The device for an answer whose own device failed; None if no other is up."""
         left = [index for index in among if self.places[index].up]
-        return self._choose(failed + 1, left, self.held_tokens(ids, salt), len(ids)) if left else None
+        return self._choose(failed + 1, left, self.held_tokens(ids, salt), len(ids), now) if left else None
 
-    def usable(self, now: float) -> list[int]:
-        """The devices that may get something new: those that are up and not slow, else those that are up, else all."""
-        up = [index for index, place in enumerate(self.places) if place.up]
-        return [i for i in up if self.places[i].slow_until <= now] or up or list(range(len(self.places)))
+    def load(self, index: int, now: float, more: int = 0) -> float:
+        """The leases that a device would have with one, or so many, more, times how slow it is."""
+        times = self.places[index].times_slower if self._is_slow(index, now) else 1.0
+        return (self.leases[index] + 1 + more) * times
+
+    def _is_slow(self, index: int, now: float) -> bool:
+        return now < self.places[index].slow_until
+
+    def up(self) -> list[int]:
+        """The devices that are up; all, if none is."""
+        return [i for i, place in enumerate(self.places) if place.up] or list(range(len(self.places)))
 
     def held_tokens(self, ids: Sequence[int], salt: str | None) -> list[int]:
         """How many tokens from the beginning of a prompt each device holds."""
         keys = {size: block_keys(ids, size, salt) for size in {place.block_size for place in self.places}}
         return [place.held.count(keys[place.block_size]) * place.block_size for place in self.places]
 
-    def _choose(self, preferred: int, among: Sequence[int], held: Sequence[int], tokens: int) -> int:
+    def _choose(self, preferred: int, among: Sequence[int], held: Sequence[int], tokens: int, now: float) -> int:
         size = len(self.places)
         ring = sorted(among, key=lambda index: (index - preferred) % size)
-        home, lightest = ring[0], min(ring, key=self.leases.__getitem__)
-        if home != preferred % size or self.leases[home] - self.leases[lightest] >= CLEARLY_FEWER:
+        loads = {index: self.load(index, now) for index in ring}
+        home, lightest = ring[0], min(ring, key=loads.__getitem__)
+        clearly = CLEARLY_FEWER if home == preferred % size and not self._is_slow(home, now) else 0
+        if loads[home] - loads[lightest] >= clearly:
             home = lightest
         holder = max(ring, key=held.__getitem__)
-        more = self.leases[holder] - self.leases[home]
+        more = loads[holder] - loads[home]
         return holder if _saves_more_than_is_new(held[holder], held[home], tokens, more) else home
 
     # -- what happened -------------------------------------------------------------------------------------
@@ -213,9 +228,9 @@ class Placement:
         own.slow_in_a_row = own.slow_in_a_row + 1 if slow else 0
         if own.slow_in_a_row < SLOW_IN_A_ROW:
             return None
-        place.slow_until = now + SLOW_FOR_S
+        place.slow_until, place.times_slower = now + SLOW_FOR_S, own.median / fastest
         place.paces.clear()
-        return own.median / fastest
+        return place.times_slower
 
     def went_down(self, index: int) -> None:
         """A device serves no more, and has lost what it had cached."""
@@ -236,5 +251,5 @@ class Placement:
             place.held.clear()
 
 
-def _saves_more_than_is_new(held: int, otherwise: int, tokens: int, more_leases: int) -> bool:
-    return held - otherwise > tokens - held + CROWD_TOKENS * max(0, more_leases)
+def _saves_more_than_is_new(held: int, otherwise: int, tokens: int, more_load: float) -> bool:
+    return held - otherwise > tokens - held + CROWD_TOKENS * max(0.0, more_load)

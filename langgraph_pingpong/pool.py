@@ -144,7 +144,7 @@ class Lease:
         """Move to an engine that is up, for a request that others `failed`; whether there is one."""
         placement = self._pool._placement
         among = [index for index in range(len(self._pool.engines)) if index not in failed]
-        index = placement.for_rest(self.index, among, request.prompt_token_ids, request.cache_salt)
+        index = placement.for_rest(self.index, among, request.prompt_token_ids, request.cache_salt, time.monotonic())
         if index is None:
             return False
         if self._held:

@@ -114,7 +114,7 @@ def test_a_run_is_the_same_whenever_an_engine_dies(lab: Lab, moment: str, overla
     if record.named("engine.died"):
         back(record, f"fake:{index}")
     assert lab.chain(model).invoke(TASK) == expected
-    assert model.pool._placement.usable(0.0) == [0, 1]
+    assert model.pool._placement.up() == [0, 1]
 
 
 def test_prompts_are_those_of_a_run_without_a_death(lab: Lab) -> None:

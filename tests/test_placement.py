@@ -41,6 +41,12 @@ def placed(leases: Sequence[int] = IDLE, held: Sequence[int] = IDLE, down: Seque
     return state
 
 
+def slow(index: int, times: float, state: Placement) -> Placement:
+    """The same with a device that is so many times as slow as the others, for 10 seconds."""
+    state.places[index].slow_until, state.places[index].times_slower = 10.0, times
+    return state
+
+
 class TestStart:
     @pytest.mark.parametrize(
         ("leases", "open_runs", "start"),
@@ -55,10 +61,13 @@ class TestStart:
     def test_is_where_least_is_under_way(self, leases: Any, open_runs: Any, start: int) -> None:
         assert placed(leases).start(open_runs, 0.0) == start
 
-    def test_leaves_out_what_is_down_or_slow(self) -> None:
-        state = placed((0, 5, 0), down=[0])
-        state.places[2].slow_until = 10.0
-        assert [state.start(IDLE, now) for now in (0.0, 10.0)] == [1, 2]
+    def test_leaves_out_what_is_down(self) -> None:
+        assert placed((0, 5, 6), down=[0]).start(IDLE, 0.0) == 1
+
+    @pytest.mark.parametrize(("elsewhere", "start"), [(1, 1), (2, 0)])
+    def test_counts_a_slow_device_as_if_it_had_more_leases(self, elsewhere: int, start: int) -> None:
+        state = slow(0, 2.5, placed((0, elsewhere), (0, 0)))
+        assert [state.start((0, 0), now) for now in (0.0, 10.0)] == [start, 0]
 
     def test_is_the_same_for_runs_one_after_the_other(self, lab: Lab) -> None:
         model = lab.model()
@@ -163,8 +172,7 @@ class TestEdges:
 
     def test_stay_quiet_without_another_device(self) -> None:
         assert placed(down=[1, 2]).for_edge(0, 1, PROMPT, None, 0.0) is None
-        state = Placement(2)
-        state.places[1].slow_until = 10.0
+        state = slow(1, 1.5, Placement(2))
         assert [state.for_edge(0, 1, PROMPT, None, now) for now in (0.0, 10.0)] == [None, 1]
 
     def test_of_a_conversation_are_quiet_and_its_calls_stay_together(self, lab: Lab) -> None:
@@ -240,13 +248,24 @@ class TestSlowDevices:
     def decode(self, state: Placement, index: int, ms: float, tokens: int = ENOUGH_TOKENS, now: float = 0.0) -> Any:
         return [found for _ in range(tokens) if (found := state.token_took(index, ms / 1000, 100, now))]
 
-    def test_are_left_alone_for_a_while(self) -> None:
+    def test_give_way_for_a_while_where_another_is_as_free(self) -> None:
         state = placed()
         assert self.decode(state, 0, 10.0) == []
         assert [self.decode(state, 1, 20.0), self.decode(state, 1, 20.0)] == [[], [pytest.approx(2.0)]]
-        assert [state.for_call(1, PROMPT, None, now) for now in (0.0, SLOW_FOR_S - 1, SLOW_FOR_S)] != [1, 1, 1]
-        assert state.usable(SLOW_FOR_S - 1) == [0, 2]
-        assert state.usable(SLOW_FOR_S) == [0, 1, 2]
+        assert [state.for_call(1, PROMPT, None, now) for now in (0.0, SLOW_FOR_S - 1, SLOW_FOR_S)] == [2, 2, 1]
+
+    def test_share_the_work_all_the_same(self) -> None:
+        """Forty calls at once, none of which ends: all of them on one device would be too many for its cache."""
+        state = slow(0, 2.0, placed((0, 0), (0, 0)))
+        for _ in range(40):
+            state.leases[state.for_call(0, PROMPT, None, 0.0)] += 1
+        assert state.leases == [pytest.approx(40 / 3, abs=2), pytest.approx(80 / 3, abs=2)]
+
+    def test_keep_the_conversations_that_they_hold_as_long_as_others_have_as_much_to_do(self) -> None:
+        state = slow(0, 2.0, placed((9, 20), (1600, 0)))
+        assert [state.for_call(0, PROMPT, None, 0.0), state.for_call(1, PROMPT, None, 0.0)] == [0, 0]
+        state.leases[1] = 10
+        assert [state.for_call(0, PROMPT, None, 0.0), state.for_call(1, PROMPT, None, 0.0)] == [1, 1]
 
     @pytest.mark.parametrize(
         ("ms", "tokens", "leases"),
