@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from langgraph_pingpong.growing import (
     GrowingByWholeText,
     GrowingIds,
 )
-from langgraph_pingpong.segments import MARKER_BREAK
+from langgraph_pingpong.segments import KEPT_BYTES, MARKER_BREAK, KeptIds, Segments
 from langgraph_pingpong.tokens import ChatTemplate
 from tests import shipped_tokenizers
 from tests.shipped_tokenizers import CHATML, INSTRUCT
@@ -409,6 +410,76 @@ class TestDraftsInPrompts:
             growing.append(character)
             assert "\ufffd" not in tokens.tokenizer.decode(growing.ids)
         assert growing.ids
+
+
+def overlapping() -> PreTrainedTokenizerFast:
+    """Added tokens that begin, hold and cut each other, some of which are markers."""
+    texts = {"<a>": True, "<a><b>": False, "<b><c": True, "<c>": True, "a>": False, "<": False, "<c>>": True}
+    return with_parts(shipped_tokenizers.smollm2(), added=[AddedToken(t, special=s) for t, s in texts.items()])
+
+
+class TestFindingMarkers:
+    PARTS = (
+        "<a>",
+        "<a><b>",
+        "<b><c",
+        "<c>",
+        "a>",
+        "<",
+        ">",
+        "<|im_start|>",
+        "<|im_",
+        "end|>",
+        " ",
+        "\n",
+        "x",
+        "\u00e9",
+    )
+
+    @settings(max_examples=300, derandomize=True, deadline=None, database=None)
+    @given(st.lists(st.sampled_from(PARTS), max_size=20).map("".join))
+    def test_by_their_text_is_what_the_tokenizer_does(self, text: str) -> None:
+        segments = self.segments()
+        assert segments._pattern is not None
+        assert [*segments.markers(text)] == [*segments._found_by_finder(text)]
+
+    @staticmethod
+    @functools.cache
+    def segments() -> Segments:
+        return Segments(overlapping().backend_tokenizer)
+
+    @pytest.mark.parametrize(
+        ("name", "by_text"), [("smollm2", True), ("qwen_3", True), ("tekken", True), ("phi_3", False)]
+    )
+    def test_by_their_text_where_they_take_no_more_than_that(self, name: str, by_text: bool) -> None:
+        assert (template(name).segments._pattern is not None) is by_text
+
+
+class TestKeptIds:
+    TEXTS = tuple(f"{number}. A tide pool is left by the tide." for number in range(50))
+
+    def test_are_those_of_the_text_whether_it_is_known_or_not(self) -> None:
+        encoder = template("smollm2").segments.inner
+        expected = [encoder.encode(text, add_special_tokens=False).ids for text in self.TEXTS]
+        for limit in (0, 700, KEPT_BYTES):
+            kept = KeptIds(limit)
+            for _ in range(2):
+                assert [list(ids) for ids in kept.of(encoder, [*self.TEXTS, self.TEXTS[0]])] == [*expected, expected[0]]
+
+    def test_are_bounded_by_memory_and_each_is_made_once_as_long_as_there_is_room(self) -> None:
+        kept, small = KeptIds(), KeptIds(700)
+        encoder, calls = template("smollm2").segments.inner, list[int]()
+
+        class Counting:
+            def encode_batch_fast(self, texts: list[str], **how: Any) -> Any:
+                calls.append(len(texts))
+                return encoder.encode_batch_fast(texts, **how)
+
+        counting: Any = Counting()
+        for keeper in (kept, kept, small, small):
+            sizes = [*map(sys.getsizeof, keeper.of(counting, self.TEXTS))]
+        assert calls == [50, 50, 50]
+        assert small._kept.currsize <= 700 < sum(sizes) == kept._kept.currsize
 
 
 class TestMarkersInText:
