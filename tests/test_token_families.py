@@ -478,7 +478,7 @@ class TestKeptIds:
         counting: Any = Counting()
         for keeper in (kept, kept, small, small):
             sizes = [*map(sys.getsizeof, keeper.of(counting, self.TEXTS))]
-        assert calls == [50, 50, 50]
+        assert calls[:2] == [50, 50] and 40 <= calls[2] < 50
         assert small._kept.currsize <= 700 < sum(sizes) == kept._kept.currsize
 
 
