@@ -19,9 +19,9 @@ call will go there by itself. No edge is opened either where there is no other d
 
 **Slow devices.** Of every ENOUGH_TOKENS times between tokens on a device a median is taken, apart for each number of
 leases and each order of prompt length. A device whose median was clearly above that of the fastest, twice in a row,
-gets no edges for a while, and fewer calls: its leases count as many times as it is slow. Not none: all others together
-may have neither the time nor the cache for what it did. Only medians that overlap in time are compared: a busy machine
-slows them all.
+gets no edges for a while, and fewer calls: its leases count as many times as it is slow, twice at most. Not none: all
+others together may have neither the time nor the cache for what it did. Only medians that overlap in time are compared:
+a busy machine slows them all.
 
 Devices that are down get nothing.
 """
@@ -49,6 +49,9 @@ MAX_BLOCKS = 1 << 16
 
 SLOW_FACTOR = 1.5
 """A device is slow if its tokens take so many times as long as those of the fastest..."""
+
+MOST_TIMES_SLOW = 2.0
+"""A slow device counts as so many times as slow at most: medians of a moment tell that it is, and badly by how much."""
 
 SLOW_BY_S = 0.001
 """...and so many seconds longer: what is less is lost in the noise of the program itself."""
@@ -180,7 +183,7 @@ class Placement:
 
     def load(self, index: int, now: float, more: int = 0) -> float:
         """The leases that a device would have with one, or so many, more, times how slow it is."""
-        times = self.places[index].times_slower if self._is_slow(index, now) else 1.0
+        times = min(self.places[index].times_slower, MOST_TIMES_SLOW) if self._is_slow(index, now) else 1.0
         return (self.leases[index] + 1 + more) * times
 
     def _is_slow(self, index: int, now: float) -> bool:

@@ -64,7 +64,7 @@ class TestStart:
     def test_leaves_out_what_is_down(self) -> None:
         assert placed((0, 5, 6), down=[0]).start(IDLE, 0.0) == 1
 
-    @pytest.mark.parametrize(("elsewhere", "start"), [(1, 1), (2, 0)])
+    @pytest.mark.parametrize(("elsewhere", "start"), [(0, 1), (1, 0), (2, 0)])
     def test_counts_a_slow_device_as_if_it_had_more_leases(self, elsewhere: int, start: int) -> None:
         state = slow(0, 2.5, placed((0, elsewhere), (0, 0)))
         assert [state.start((0, 0), now) for now in (0.0, 10.0)] == [start, 0]
@@ -254,9 +254,10 @@ class TestSlowDevices:
         assert [self.decode(state, 1, 20.0), self.decode(state, 1, 20.0)] == [[], [pytest.approx(2.0)]]
         assert [state.for_call(1, PROMPT, None, now) for now in (0.0, SLOW_FOR_S - 1, SLOW_FOR_S)] == [2, 2, 1]
 
-    def test_share_the_work_all_the_same(self) -> None:
+    @pytest.mark.parametrize("times", [2.0, 5.0])
+    def test_share_the_work_all_the_same(self, times: float) -> None:
         """Forty calls at once, none of which ends: all of them on one device would be too many for its cache."""
-        state = slow(0, 2.0, placed((0, 0), (0, 0)))
+        state = slow(0, times, placed((0, 0), (0, 0)))
         for _ in range(40):
             state.leases[state.for_call(0, PROMPT, None, 0.0)] += 1
         assert state.leases == [pytest.approx(40 / 3, abs=2), pytest.approx(80 / 3, abs=2)]
