@@ -140,7 +140,7 @@ class Place:
 
     block_size: int = 16
     up: bool = True
-    slow_until: float = float("-inf")
+    slow_until: float = 0.0
     times_slower: float = 1.0
     held: HeldBlocks = field(default_factory=HeldBlocks)
     paces: dict[Load, Pace] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Placement:
             return None
         held = self.held_tokens(ids, salt)
         chosen = self._choose(preferred, others, held, len(ids), now)
-        more = self.load(upstream, now, -1) - self.load(chosen, now)  # the upstream's own lease is about to end
+        more = self.load(upstream, now, ending=1) - self.load(chosen, now)  # the upstream's own lease is about to end
         quiet = _saves_more_than_is_new(held[upstream], held[chosen], len(ids) + ANSWER_TOKENS, more)
         return None if quiet else chosen
 
@@ -181,10 +181,10 @@ class Placement:
         left = [index for index in among if self.places[index].up]
         return self._choose(failed + 1, left, self.held_tokens(ids, salt), len(ids), now) if left else None
 
-    def load(self, index: int, now: float, more: int = 0) -> float:
-        """The leases that a device would have with one, or so many, more, times how slow it is."""
+    def load(self, index: int, now: float, ending: int = 0) -> float:
+        """The leases of a device with the one to come and without those `ending`, times how slow it is."""
         times = min(self.places[index].times_slower, MOST_TIMES_SLOW) if self._is_slow(index, now) else 1.0
-        return (self.leases[index] + 1 + more) * times
+        return (self.leases[index] + 1 - ending) * times
 
     def _is_slow(self, index: int, now: float) -> bool:
         return now < self.places[index].slow_until

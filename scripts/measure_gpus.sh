@@ -2,7 +2,8 @@
 # Measures what docs/results/h200x2 holds, on the first two GPUs; OUT gets the files.
 #   scripts/measure_gpus.sh OUT [PART...]     parts: exact, shape, small, appends, kv, offloading (default: all)
 # Runs that are in a file already are not run again, so a part that was stopped is gone on with. On H200s `shape` takes
-# 20 minutes, 5 of them the engines' start, and the others two to nine. With one GPU: DEVICES=cuda:0 and `shape`.
+# 20 minutes, 5 of them the engines' start, and the others two to nine. With one GPU: DEVICES=cuda:0 and `shape`,
+# and CUDA_VISIBLE_DEVICES=0,0 and `shape` for two engines on it.
 set -euo pipefail
 out=${1:?usage: measure_gpus.sh OUT [PART...]}
 shift

@@ -2,7 +2,8 @@
 
     python scripts/measure_shape.py OUT [--shape FOLDER] [--devices cuda:0] [--stop-after SECONDS] [--only FILE,...]
 
-OUT gets a file of lines for each job, in the order of `JOBS`, or `ONE_DEVICE` where one is named. What is in a file
+OUT gets a file of lines for each job, in the order of `JOBS`, or `ONE_DEVICE` where one is named. With
+`CUDA_VISIBLE_DEVICES=0,0` both engines are on one GPU, and the jobs are those of `ONE_GPU_TWICE`. What is in a file
 already is not run again.
 """
 
@@ -16,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from langgraph_pingpong.bench.common import share_one_gpu
 from langgraph_pingpong.bench.engine_sets import EngineSettings
 from langgraph_pingpong.bench.kit import Job, Kit
 from langgraph_pingpong.bench.modes import parse_modes
@@ -68,6 +70,15 @@ ONE_DEVICE = (
 )
 """What can be measured with one."""
 
+ONE_GPU_TWICE = (
+    Measured("tool-agents-14b", "tool-agents", "dp2-serial,pingpong-many", 3, {"conversations": (50,)}),
+    Measured("tool-agents-cold-14b", "tool-agents", "dp2-cold", 1, {"conversations": (50,)}),
+)
+"""Two engines on one GPU, each of which has less memory, and so room for fewer conversations."""
+
+SHARE_OF_ONE = 0.45
+"""Of a GPU's memory, for each of the two engines on it."""
+
 
 def main(
     out: Path,
@@ -78,8 +89,10 @@ def main(
 ) -> None:
     """Run the jobs that are left."""
     places = devices.split(",")
-    settings = EngineSettings(places, str(shape), "bfloat16", 16384, engine_args={"load_format": "dummy"})
-    jobs = JOBS if len(places) > 1 else ONE_DEVICE
+    twice = share_one_gpu(places)
+    share = SHARE_OF_ONE if twice else None
+    settings = EngineSettings(places, str(shape), "bfloat16", 16384, share, engine_args={"load_format": "dummy"})
+    jobs = ONE_GPU_TWICE if twice else JOBS if len(places) > 1 else ONE_DEVICE
     wanted = [job for job in jobs if not only or job.file in only.split(",")]
     kit = Kit(settings, Console(soft_wrap=True), {"temperature": 0.0, "seed": 42}, stop_after)
     left = kit.run([Job(_plan(job), out / f"{job.file}.jsonl") for job in wanted])

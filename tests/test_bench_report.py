@@ -210,7 +210,7 @@ def test_committed_results_get_a_report_and_a_table_in_the_readme(folder: Path, 
     rows = [row for row in text.splitlines() if row.startswith("|")][2:]
     assert [row.split(" | ")[1] for row in rows] == ["serial", "pingpong", "pingpong-many", "dp2-serial"]
     title = title_of(committed(results)[results / "chain.jsonl"])
-    assert rows[0].startswith(f"| [{title}](docs/results/chain.md) | serial | 2 |")
+    assert rows[0].startswith(f"| [{title}, static=150, document=60, output=8](docs/results/chain.md) | serial | 2 |")
     assert "(docs/results/grid.md): 8 cases, 16 runs." in text
     assert sorted(path.name for path in results.glob("*.md")) == ["chain.md", "grid.md"]
     assert with_section(text, section(committed(results), tmp_path)) == text

@@ -70,13 +70,21 @@ def told(setup: dict[str, Any]) -> str:
 
 
 def _gpus(devices: Sequence[str]) -> list[str]:
-    """The names of the GPUs, as their driver tells them. With `CUDA_VISIBLE_DEVICES=0,0` two devices are one GPU."""
+    """The names of the GPUs, as their driver tells them."""
     if not devices[0].startswith("cuda"):
         return []
-    shown = [gpu for device in devices for gpu in gpus_of(Device.parse(device), 1)]
-    if len(shown) > 1 and len(set(shown)) == 1:
-        return [f"{gpu_name(shown[0])} ({SHARED})"]
-    return [gpu_name(gpu) for gpu in shown]
+    names = [gpu_name(gpu) for gpu in _shown(devices)]
+    return [f"{names[0]} ({SHARED})"] if share_one_gpu(devices) else names
+
+
+def share_one_gpu(devices: Sequence[str]) -> bool:
+    """Whether all devices are one GPU, as with `CUDA_VISIBLE_DEVICES=0,0`."""
+    return devices[0].startswith("cuda") and len(devices) > 1 == len(set(_shown(devices)))
+
+
+def _shown(devices: Sequence[str]) -> list[str]:
+    """The GPUs of CUDA devices, as `CUDA_VISIBLE_DEVICES` names them."""
+    return [gpu for device in devices for gpu in gpus_of(Device.parse(device), 1)]
 
 
 def _processor() -> str:

@@ -51,8 +51,11 @@ def drivers(devices: Sequence[str]) -> str:
 
 
 def gpu_name(gpu: str) -> str:
-    """The name of a GPU that is told by its index or UUID. Its driver is asked: torch does not take one GPU twice."""
-    return output_of("nvidia-smi", "-i", gpu, "--query-gpu=name", "--format=csv,noheader")
+    """The name of a GPU, told by its index or UUID; that again where its driver cannot be asked.
+
+    torch would do, but refuses to show one GPU twice.
+    """
+    return output_of("nvidia-smi", "-i", gpu, "--query-gpu=name", "--format=csv,noheader") or f"GPU {gpu}"
 
 
 def state(devices: Sequence[str]) -> dict[str, Any]:

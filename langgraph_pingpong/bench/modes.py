@@ -22,6 +22,11 @@ Scale = Literal["gpu", "cpu", "fake"]
 T = TypeVar("T")
 
 
+def scale_of(kind: str) -> Scale:
+    """The scale for a kind of devices: 'cuda', 'cpu' or 'fake'."""
+    return "gpu" if kind == "cuda" else "cpu" if kind == "cpu" else "fake"
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """Which engines serve, what is set on the chat model, and what is cached; `many` takes several chains at once.

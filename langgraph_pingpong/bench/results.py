@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,10 @@ from langgraph_pingpong.bench.common import SHARED, table
 from langgraph_pingpong.bench.document import Block, save_pictures, to_markdown
 from langgraph_pingpong.bench.groups import Compared, Group, compare, hidden_share, named, varying
 from langgraph_pingpong.bench.lines import Results
+from langgraph_pingpong.bench.modes import scale_of
+from langgraph_pingpong.bench.profiles import PROFILES
 from langgraph_pingpong.bench.report import MANY_CASES, report
+from langgraph_pingpong.config import Device
 from langgraph_pingpong.errors import OtherResults
 
 BEGIN, END = "<!-- results: made by `make results` -->", "<!-- end of results -->"
@@ -89,8 +91,12 @@ def title_of(results: Results) -> str:
 
 
 def _row_title(results: Results) -> str:
-    """With the sizes that the command set, which tell files of one workload apart."""
-    sizes = re.findall(r"--set (\S+)", str(results.setup["command"]))
+    """With the sizes that are not those of the workload on such devices, which tell files of one workload apart."""
+    scale = scale_of(Device.parse(results.setup["devices"][0]).kind)
+    usual = PROFILES[results.setup["profile"]].values[scale]
+    cases = [run["case"] for run in results.counted]
+    values = {name: tuple(dict.fromkeys(case[name] for case in cases if name in case)) for name in usual}
+    sizes = [f"{name}={','.join(map(str, values[name]))}" for name in usual if values[name] != tuple(usual[name])]
     return ", ".join([title_of(results), *sizes])
 
 

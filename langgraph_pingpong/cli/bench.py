@@ -10,7 +10,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from langgraph_pingpong.bench.modes import Order, Scale
+from langgraph_pingpong.bench.modes import Order, Scale, scale_of
 from langgraph_pingpong.cli.plain_errors import plain_errors
 from langgraph_pingpong.exact import Exact
 
@@ -121,7 +121,7 @@ def bench(  # noqa: PLR0913 - a parameter for each option
         switches = {"force_tokens": force_max_output_tokens, "strict_tokens": strict_output_tokens}
         switches |= {"defer": defer, "lazy": lazy}
         order = {"runs": runs, "warmup_runs": warmup_runs, "order": mode_order, "seed": seed}
-        work = profile, values or [], scale or _scale(settings.kind)
+        work = profile, values or [], scale or scale_of(settings.kind)
         plan = _plan(work, modes, chains, **order, **switches)
         from langgraph_pingpong.bench.kit import Job, Kit
 
@@ -147,10 +147,6 @@ def _plan(work: tuple[str, list[str], Scale], modes: str, chains: str, **setting
     refuse_unknown([profile], PROFILES, "The benchmark")
     cases = list(PROFILES[profile].cases(scale, parse_values(values)))
     return Plan(PROFILES[profile], cases, parse_modes(modes), parse_chains(chains), **settings)
-
-
-def _scale(kind: str) -> Scale:
-    return "gpu" if kind == "cuda" else "cpu" if kind == "cpu" else "fake"
 
 
 def read_engine_args(text: str) -> dict[str, Any]:
